@@ -1,7 +1,6 @@
-"""Imports the whole package while Python's collector rests: it would look at all of torch's objects meanwhile, which
-takes as long as the rest.
+"""Imports the package with Python's garbage collector off.
 
-In: nothing. Out: every module that `replaylens` takes its names from is loaded; the collector is as it was.
+A collection during the import would traverse all of torch's objects, which takes as long as the import itself.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """The command line: `replaylens check package.module:factory --input 1,3,224,224`, and `replaylens show`.
 
-In: words. Out: text, and an exit status for CI: 0 where all holds, 1 where a law is broken, 2 where it could not be
-asked. The factory is a model, a callable that gives one, or one that gives `(model, args)` or `(model, args, kwargs)`.
+In: arguments. Out: text, and an exit status for CI: 0 if all laws hold, 1 if one is broken, 2 if nothing could be
+checked. The factory is a model, or a callable that returns a model, `(model, args)` or `(model, args, kwargs)`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from .errors import ReplaylensError
 from .program import capture, check
 
 HOLDS, BROKEN, NOT_ASKED, INTERRUPTED = 0, 1, 2, 130
-Asked = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a model and its inputs
+Subject = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a model and its inputs
 
 
-class BadWords(Exception):
-    """What was asked cannot be done: the message says why, and what to write instead."""
+class UsageError(Exception):
+    """Invalid arguments: the message says why, and what to write instead."""
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Do what the words say. Gives the exit status."""
-    asked = _parser().parse_args(_joined(sys.argv[1:] if words is None else words))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit status."""
+    options = _parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
     try:
-        with torch.set_grad_enabled(asked.grad):
-            return int(asked.act(asked))
-    except (BadWords, ReplaylensError) as error:
+        with torch.set_grad_enabled(options.grad):
+            return int(options.act(options))
+    except (UsageError, ReplaylensError) as error:
         print(f"replaylens: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("replaylens: interrupted.", file=sys.stderr)
         return INTERRUPTED
-    except SystemExit as error:  # the model's own, which must not pass for a status of ours
+    except SystemExit as error:  # the model's own, whose code must not become our status
         print(f"replaylens: the model, or its module, ended Python by SystemExit({error.code!r}).", file=sys.stderr)
     except Exception as error:  # the model's own
         notes = "".join(f"\n{note}" for note in notes_of(error))
@@ -46,26 +46,26 @@ def main(words: Sequence[str] | None = None) -> int:
     return NOT_ASKED
 
 
-def _joined(words: Sequence[str]) -> list[str]:
-    """`--input -1,4` as `--input=-1,4`: argparse takes the shape for an option, and says nothing of use."""
-    joined = list(words)
+def _joined(argv: Sequence[str]) -> list[str]:
+    """`--input -1,4` as `--input=-1,4`, because argparse would take the shape for an option."""
+    joined = list(argv)
     for at in [at for at, word in enumerate(joined) if word == "--input"][::-1]:
         if at + 1 < len(joined) and joined[at + 1][:2].lstrip("-").isdigit():
             joined[at : at + 2] = [f"--input={joined[at + 1]}"]
     return joined
 
 
-def _check(asked: argparse.Namespace) -> int:
-    model, args, kwargs = _subject(asked)
-    report = check(model, *args, sample=asked.sample, **kwargs)
+def _check(options: argparse.Namespace) -> int:
+    model, args, kwargs = _subject(options)
+    report = check(model, *args, sample=options.sample, **kwargs)
     print(report)
     return HOLDS if report else BROKEN
 
 
-def _show(asked: argparse.Namespace) -> int:
-    model, args, kwargs = _subject(asked)
+def _show(options: argparse.Namespace) -> int:
+    model, args, kwargs = _subject(options)
     prog = capture(model, *args, **kwargs)
-    print(prog.code if asked.code else prog)
+    print(prog.code if options.code else prog)
     return HOLDS
 
 
@@ -92,68 +92,68 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _subject(asked: argparse.Namespace) -> Asked:
+def _subject(options: argparse.Namespace) -> Subject:
     """The model and its inputs."""
-    torch.manual_seed(asked.seed)
-    found = _made(_found(asked.model))
+    torch.manual_seed(options.seed)
+    found = _made(_found(options.model))
     model, args, kwargs = found if isinstance(found, tuple) else (found, (), {})
     if isinstance(model, torch.nn.Module):
-        model.train(asked.train)
-    if asked.input:
-        args = tuple([_input(shape, asked.dtype, asked.high) for shape in asked.input])
+        model.train(options.train)
+    if options.input:
+        args = tuple([_input(shape, options.dtype, options.high) for shape in options.input])
     return model, args, kwargs
 
 
 def _found(name: str) -> Any:
-    """What `package.module:name` leads to. The current directory is searched first, as by `python -m`."""
+    """The object at `package.module:name`. The current directory is searched first, as by `python -m`."""
     module, colon, path = name.partition(":")
     if not (module and colon and path) or not all(
         word.isidentifier() for word in (*module.split("."), *path.split("."))
     ):
-        raise BadWords(f"{name!r} is no place of a model. Write package.module:factory.")
+        raise UsageError(f"{name!r} is not a model path. Expected package.module:factory.")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise BadWords(f"no module {error.name!r} is found from here. Write package.module:factory.") from None
+        raise UsageError(f"no module {error.name!r} was found. Expected package.module:factory.") from None
     for word in path.split("."):
         if not hasattr(found, word):
-            raise BadWords(f"{module} has no {path!r}.")
+            raise UsageError(f"{module} has no {path!r}.")
         found = getattr(found, word)
     return found
 
 
 def _made(found: Any) -> Any:
-    """The model that is meant: itself, or what a factory gives; with its inputs where the factory has them."""
+    """The model itself, or what the factory returns; with inputs if the factory returns them."""
     made = found if isinstance(found, torch.nn.Module) or not callable(found) else found()
     if isinstance(made, tuple) and 1 < len(made) <= 3 and isinstance(made[1], (tuple, list)):
         kwargs = made[2] if len(made) == 3 else {}
         return made[0], tuple(made[1]), dict(kwargs)
     if not callable(made):
-        raise BadWords(
-            f"the factory gave {type(made).__name__}. It gives a model, (model, args) or (model, args, kwargs)."
+        raise UsageError(
+            f"the factory gave {type(made).__name__}. Expected a model, (model, args) or (model, args, kwargs)."
         )
     return made
 
 
 def _input(shape: str, dtype: str, high: int) -> torch.Tensor:
-    """A random tensor of this shape: floats around zero, integers from zero on."""
+    """A random tensor of this shape: floats from a normal distribution, integers in [0, high)."""
     kind = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
-        raise BadWords(f"{dtype!r} is no dtype of torch's. Write one such as float32 or int64.")
+        raise UsageError(f"{dtype!r} is not a torch dtype. Write one such as float32 or int64.")
     try:
         sizes = [int(size) for size in shape.split(",") if size.strip()]
     except ValueError:
-        raise BadWords(f"{shape!r} is no shape. Write the sizes with commas between: 1,3,224,224.") from None
+        raise UsageError(f"{shape!r} is not a shape. Write the sizes separated by commas: 1,3,224,224.") from None
     if any(size < 0 for size in sizes):
-        raise BadWords(f"{shape!r} is no shape: sizes are not negative. Write 1,3,224,224.")
+        raise UsageError(f"{shape!r} is not a shape: sizes cannot be negative. Write 1,3,224,224.")
     if high < 1:
-        raise BadWords(f"integers from zero on lie below 1 or more, not below {high}.")
+        raise UsageError(f"--high is the exclusive bound of integers from zero, so 1 or more, not {high}.")
     try:
         return _random(sizes, kind, high)
     except (RuntimeError, NotImplementedError, OverflowError, TypeError, MemoryError):
-        raise BadWords(_why_not(shape, sizes, kind, high)) from None
+        raise UsageError(_why_not(shape, sizes, kind, high)) from None
 
 
 def _random(sizes: list[int], kind: torch.dtype, high: int) -> torch.Tensor:
@@ -167,7 +167,7 @@ def _random(sizes: list[int], kind: torch.dtype, high: int) -> torch.Tensor:
 
 
 def _why_not(shape: str, sizes: list[int], kind: torch.dtype, high: int) -> str:
-    """Why there is no such tensor: its type, the numbers in it, or its size."""
+    """Why the tensor cannot be made: its dtype, `high`, or its size."""
     try:
         _random([1], kind, 1)
     except (RuntimeError, NotImplementedError, TypeError):
@@ -175,16 +175,16 @@ def _why_not(shape: str, sizes: list[int], kind: torch.dtype, high: int) -> str:
     try:
         _random([1], kind, high)
     except (RuntimeError, OverflowError, TypeError):
-        return f"{kind} has no numbers up to {high}. Write a smaller --high."
+        return f"{kind} cannot hold numbers up to {high}. Write a smaller --high."
     return f"{shape!r} is more than the memory of this machine: {prod(sizes):,} numbers."
 
 
 def _count(word: str) -> float:
-    """A number of nodes, or a share of them: `200`, `0.1`."""
+    """A number of nodes, or a fraction of them: `200`, `0.1`."""
     try:
         count = float(word) if "." in word else int(word)
     except ValueError:
         count = 0
     if count <= 0 or (isinstance(count, float) and count > 1):
-        raise argparse.ArgumentTypeError(f"{word!r} is no number of nodes, and no share of them such as 0.1")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of nodes, nor a fraction of them such as 0.1")
     return count

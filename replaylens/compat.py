@@ -1,7 +1,7 @@
-"""TorchLens's functions, thin over replaylens: `import replaylens.compat as tl`, and a script goes on as it was.
+"""TorchLens's functions on top of replaylens: `import replaylens.compat as tl` keeps a TorchLens script running.
 
-Each takes what TorchLens's README gives it. What they return is a Program, which has TorchLens's names for everything
-besides its own (docs/metadata.md lists both), and can do all that a Program can.
+They take the arguments in TorchLens's README and return a Program, whose facts also have TorchLens's names
+(docs/metadata.md lists both).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .program import Program, capture, check
 
 
 class ModelHistory(Program):
-    """A Program that counts and lists the layers that were asked for, as TorchLens does; by name all are found."""
+    """A Program that lists and counts only the layers that were requested, as TorchLens does; names find all."""
 
     @property
     def layer_labels(self) -> list[str]:
-        """The labels of the layers that were asked for; of all, where none was."""
+        """The labels of the requested layers; of all layers if none was requested."""
         return self.saved_labels or super().layer_labels
 
     @property
     def layers(self) -> list[Layer]:
-        """The layers that were asked for."""
+        """The requested layers."""
         return [super(ModelHistory, self).__getitem__(label) for label in self.layer_labels]
 
     def __getitem__(self, name: Any) -> Layer:
@@ -59,12 +59,12 @@ def log_forward_pass(
     vis_direction: str = "bottomup",
     random_seed: int | None = None,
 ) -> ModelHistory:
-    """Run the model once and keep what every layer gave, or the layers that are named.
+    """Run the model once and keep the values of all layers, or of those that are named.
 
-    `input_args` is a tensor, or a list of what the model takes. `layers_to_save` is `"all"`, `"none"`, or a list of
-    labels, module addresses, ordinals and parts of names (`"conv"`): what else there is, is not kept. `vis_opt` is
-    `"none"`, `"unrolled"` or `"rolled"`; the picture is written to `graph.gv.pdf`, if nothing else is said. With
-    `random_seed` the forward draws from that seed; the generators are put back.
+    `input_args` is a tensor, or a list of the positional inputs. `layers_to_save` is `"all"`, `"none"`, or a list of
+    labels, module addresses, ordinals and parts of names (`"conv"`). `vis_opt` is `"none"`, `"unrolled"` or `"rolled"`;
+    the picture is written to `graph.gv.pdf` by default. With `random_seed` the forward draws from that seed, and the
+    generators are restored.
     """
     require_known(vis_opt, vis_direction)  # before the model runs
     with _seeded(random_seed):
@@ -76,7 +76,7 @@ def log_forward_pass(
 def get_model_metadata(
     model: Any, input_args: Any, input_kwargs: dict[str, Any] | None = None, random_seed: int | None = None
 ) -> ModelHistory:
-    """All that is known of the layers; no activations are kept."""
+    """The facts of all layers, without activations."""
     return log_forward_pass(model, input_args, input_kwargs, layers_to_save="none", random_seed=random_seed)
 
 
@@ -92,9 +92,7 @@ def show_model_graph(
     vis_direction: str = "bottomup",
     random_seed: int | None = None,
 ) -> Source | None:
-    """Draw the model's graph, and keep nothing. The picture is written to `graph.gv.pdf`, if nothing else is said, and
-    given back: notebooks show it.
-    """
+    """Draw the graph of the model. The picture is written to `graph.gv.pdf` by default, and returned for notebooks."""
     require_known(vis_opt, vis_direction)
     prog = get_model_metadata(model, input_args, input_kwargs, random_seed)
     return visualize(prog, vis_opt, vis_nesting_depth, vis_outpath, vis_fileformat, vis_buffer_layers, vis_direction)
@@ -103,9 +101,7 @@ def show_model_graph(
 def validate_model_activations(
     model: Any, input_args: Any, input_kwargs: dict[str, Any] | None = None, random_seed: int | None = None
 ) -> bool:
-    """Are the saved activations right, and was nothing missed? `replaylens.check(model, ...)` says more: which laws
-    were asked, and what broke.
-    """
+    """True if the saved activations are right and complete. `replaylens.check(model, ...)` reports the details."""
     with _seeded(random_seed):
         return bool(check(model, *_listed(input_args), **(input_kwargs or {})))
 
@@ -116,22 +112,22 @@ validate_saved_activations = validate_model_activations
 
 
 def _listed(inputs: Any) -> list[Any]:
-    """The positional inputs: one alone needs no list around it."""
+    """The positional inputs; a single one needs no list."""
     return list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
 
 
 @contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Within, random numbers come from this seed; then the generators are as they were."""
+    """Seed all generators within, and restore them afterwards."""
     if seed is None:
         yield
         return
-    dice = RngState()
+    generators = RngState()
     try:
         random.seed(seed)
         torch.manual_seed(seed)
-        if dice.numpy is not None:
-            dice.numpy.seed(seed % 2**32)
+        if generators.numpy is not None:
+            generators.numpy.seed(seed % 2**32)
         yield
     finally:
-        dice.put_back()
+        generators.put_back()

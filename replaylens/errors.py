@@ -8,18 +8,18 @@ from __future__ import annotations
 
 
 class ReplaylensError(Exception):
-    """The base of everything that replaylens raises on its own account."""
+    """The base of all exceptions of replaylens."""
 
 
 class CaptureError(ReplaylensError, RuntimeError):
-    """The model did something that cannot be turned into a pure program.
+    """The model did something that cannot be expressed as a pure program.
 
-    Example: the forward resizes a storage of which views are alive. The message says which call, where, and what to do.
+    Example: the forward resizes a storage that has live views. The message says which call, where, and what to do.
     """
 
 
 class UnknownOrigin(CaptureError):
-    """A tensor reached an operation, and nothing that was seen made it.
+    """An operation received a tensor that no recorded operation produced.
 
     Example: the forward computes in another thread and uses the result. Compute it in the forward's own thread, or pass
     the tensor in as an input; `capture(..., unknown="constant")` keeps such tensors as constants that no patch reaches.
@@ -27,25 +27,25 @@ class UnknownOrigin(CaptureError):
 
 
 class UnannouncedWrite(CaptureError):
-    """A tensor changed under a call that did not say that it would.
+    """A call modified a tensor that it did not declare to modify.
 
     Example: a custom operator that declares `mutates_args=()` and writes its argument. Declare what it mutates.
     """
 
 
 class UnsupportedModel(CaptureError, TypeError):
-    """The object cannot be captured as it is.
+    """The object cannot be captured in this form.
 
     Example: a model wrapped in `DataParallel`, whose replicas run in threads. Capture `model.module`.
     """
 
 
 class UnlawfulGraph(ReplaylensError, ValueError):
-    """A graph breaks a law, such as a node that reads what comes after it. It lists every breach."""
+    """A graph violates an invariant, such as a node that reads a later one. The message lists every violation."""
 
 
 class UnresolvedTarget(ReplaylensError, LookupError):
-    """A stored function name no longer leads to a function. Import the module that defines it first."""
+    """A stored function name cannot be resolved. Import the module that defines it first."""
 
 
 class NoSuchLayer(ReplaylensError, LookupError):
@@ -53,7 +53,7 @@ class NoSuchLayer(ReplaylensError, LookupError):
 
 
 class WrongCount(ReplaylensError, AssertionError):
-    """A selection has another number of layers than was claimed by `assert_count`."""
+    """A selection has another number of layers than `assert_count` expects."""
 
 
 class NotSaved(ReplaylensError, LookupError):
@@ -64,26 +64,26 @@ class NotSaved(ReplaylensError, LookupError):
 
 
 class NoValues(NotSaved):
-    """The program was captured with `fake=True`: it has structure and shapes, and no values. Nothing can be computed.
+    """The program was captured with `fake=True`: it has structure and shapes but no values. Nothing can be computed.
 
     Capture the model without it, on a machine where it fits.
     """
 
 
 class InputMismatch(ReplaylensError, TypeError):
-    """The inputs given to a replay differ from the recorded ones in structure, shape, dtype or device.
+    """The inputs of a replay differ from the recorded ones in structure, shape, dtype or device.
 
-    A program has the shapes of one forward pass. Where it holds its model, the model is run on such inputs instead,
-    unless `on_divergence="raise"`. Else capture again for them.
+    A program has the shapes of one forward pass. If it holds its model, the model is run on such inputs instead, unless
+    `on_divergence="raise"`. Otherwise, capture the model on them.
     """
 
 
 class ShapeMismatch(ReplaylensError, ValueError):
-    """A patch gives a value that what follows was not recorded with. Give one of the recorded shape and dtype."""
+    """A patch gives a value of another shape or dtype than was recorded. Give one of the recorded kind."""
 
 
 class BadPart(ReplaylensError, ValueError):
-    """A pattern for part of a tensor cannot be read, or does not fit the tensor.
+    """A pattern for part of a tensor cannot be parsed, or does not fit the tensor.
 
     Example: `Zero("b [c] h w", c=70)` at a value of 64 channels. Bracketed names take indices, other names take sizes,
     as einops takes them. The message shows pattern and shape.
@@ -91,47 +91,47 @@ class BadPart(ReplaylensError, ValueError):
 
 
 class BadPatch(ReplaylensError, ValueError):
-    """A patch makes no sense at this value: the mean of integers, another order of a batch of one.
+    """A patch is not applicable to this value: the mean of integers, a permutation of a batch of one.
 
     The message says what it needs.
     """
 
 
 class StaleValue(ReplaylensError, RuntimeError):
-    """A parameter or a recorded value was overwritten after the capture, for example by an optimizer's step.
+    """A parameter or a recorded value was overwritten after the capture, for example by an optimizer step.
 
-    `prog = prog.refresh()` runs the program again on the present parameters; or pass `state={...}` to the replay.
+    `prog = prog.refresh()` reruns the program on the current parameters; or pass `state={...}` to the replay.
     """
 
 
 class NotPickled(ReplaylensError, TypeError):
-    """Programs, runs, layers and sweeps hold functions, and cannot be pickled. Save the tensors that are needed."""
+    """Programs, runs, layers and sweeps hold functions and cannot be pickled. Save the tensors that you need."""
 
 
 class DivergedReplay(ReplaylensError, RuntimeError):
-    """The model would have taken another path than the recorded one, and nobody could run the model there.
+    """The model would take another path than the recorded one, and it was not run to follow that path.
 
-    A value that the model had read in Python (`if x.sum() > 0`, `.item()`, an index of data-dependent size) came out
-    differently under the change. A program that holds its model runs the model itself then; this is raised by one that
-    does not, where `on_divergence="raise"` asks for it, and where a patch cannot be made while the model runs: inside
-    `torch.func.grad`, on a path not taken. `"ignore"` goes on along the recorded path and says so in the run.
+    A value that the model read in Python (`if x.sum() > 0`, `.item()`, an index of data-dependent size) differs under
+    the change. A program that holds its model then runs the model itself. This is raised by a program that does not, if
+    `on_divergence="raise"`, and if a patch cannot be applied while the model runs: inside `torch.func.grad`, or on a
+    path not taken. `"ignore"` continues on the recorded path and says so in the run.
     """
 
 
 class NotDifferentiable(ReplaylensError, RuntimeError):
-    """Gradients were asked for through a call of which only the forward could be recorded."""
+    """Gradients were requested through a call of which only the forward could be recorded."""
 
 
 class BadEdit(ReplaylensError, ValueError):
-    """An edit that cannot be made at this place: a bypass of a node that reads two values of its shape, a value that is
-    to be read before it is there.
+    """An edit is not possible at this node: a bypass of a node that reads two values of its shape, or a rewiring to a
+    value that is computed later.
 
-    The message says what is there, and what could be said instead.
+    The message says what is there, and what to write instead.
     """
 
 
 class BadMetric(ReplaylensError, ValueError):
-    """What a metric gives is not one number that a gradient can start from.
+    """A metric does not return one number that a gradient can start from.
 
     Example: `of=lambda out: out` on an output of many numbers. Take a sum, a mean or one entry of it.
     """
@@ -140,9 +140,9 @@ class BadMetric(ReplaylensError, ValueError):
 class NoGradient(ReplaylensError, LookupError):
     """No gradient reaches the layer: it holds integers, or the model detached what follows it. The message says where.
 
-    Example: `grads["relu_3"]` where all that reads relu_3 runs under `torch.no_grad()`.
+    Example: `grads["relu_3"]` if all readers of relu_3 run under `torch.no_grad()`.
     """
 
 
 class CannotDraw(ReplaylensError, RuntimeError):
-    """A picture cannot be written: graphviz's `dot` is missing, or it knows no such format. The message says which."""
+    """A picture cannot be drawn or written, for example because graphviz's `dot` is missing. The message says why."""

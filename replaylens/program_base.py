@@ -1,7 +1,7 @@
-"""Held: what a program holds, and what a user's words for places in it mean. Nothing is run here.
+"""Base class of Program: its record, the resolution of names, and what several public methods share.
 
-In: a captured forward, or the record that an edit gave. Out: layers by any of their names, the sites that a key of
-patches means, requests in positions and tensors. What is done with them is for `Program`.
+In: a captured forward, or the record of an edit. Out: layers by any of their names, the locations that a key of patches
+means, requests in positions and tensors; replays and reruns of the model for such requests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import torch
 from attrs import evolve
 
 from ._capture.capture import Captured, record_of
+from ._capture.rerun.call_sites import MatchingSites
+from ._capture.rerun.run import as_run, otherwise, run_with_patches
+from ._capture.snapshot import ForwardState
 from ._edit.bind import refers
 from ._edit.edges import Edge
 from ._edit.save_spec import SaveSpec
@@ -23,61 +26,95 @@ from ._ir.graph import Graph
 from ._ir.label import Label
 from ._ir.location import Location
 from ._ir.node import Call, Input, Ref, refs_in
+from ._ir.shared_memory import version_of
 from ._ir.torch_private import outside_of_transforms
 from ._ir.trees import thaw
-from ._ir.util import cached_property, is_glob
+from ._ir.util import add_note, cached_property, is_glob
 from ._ir.value_source import ValueSource
-from ._ir.world import freed, in_children
+from ._ir.world import drawing_alone, freed, in_children
 from ._layers.index import LayerIndex
 from ._layers.layer import Layer
 from ._layers.name_resolution import NameResolver, as_list
 from ._layers.program_facts import ProgramFacts
 from ._layers.program_metadata import ProgramMetadata
-from ._replay.gradients import Grads, GradTargets, grad_targets
-from ._replay.inputs import GivenInputs, made_ordinary, new_inputs, new_state
-from ._replay.record import Record, detached
+from ._replay.gradients import Grads, GradTargets, grad_targets, gradients, seen_from
+from ._replay.guards import Departure, LeftPath
+from ._replay.inputs import CAPTURE_AGAIN, GivenInputs, made_ordinary, new_inputs, new_state
+from ._replay.record import OVERWRITTEN, Record, Versions, detached
+from ._replay.replay import replay
 from ._replay.request import HandOffChange, LivePatchScope, Request
 from ._replay.resolve_patches import changes_of
-from ._replay.retention import with_values
+from ._replay.retention import completed, with_values
+from ._replay.supply import Origin, Run
+from ._sweep.sweep_runner import BatchedSweep
+from ._view.grouping import ViewOptions
+from ._view.overlays import Overlay, compose
+from ._view.run_diff import Diff, diff
+from ._view.scene import Scene
 from ._view.value_plots import plot_value
-from .errors import NoGradient, NoSuchLayer, NotSaved, NoValues, ReplaylensError
+from .errors import (
+    CannotDraw,
+    DivergedReplay,
+    InputMismatch,
+    NoGradient,
+    NoSuchLayer,
+    NotSaved,
+    NoValues,
+    ReplaylensError,
+)
 
-_freezing = RLock()  # two threads may ask a program for its graph at once
+Recorder = Callable[[Any, tuple[Any, ...], dict[str, Any]], Record]  # records a call of a function
+_freezing = RLock()  # two threads may freeze the record of one program at once
 in_children(partial(freed, _freezing))
 
 
 class ProgramBase(ProgramMetadata, ValueSource):
     """The record of a forward, and the names for what is in it."""
 
+    history: tuple[str, ...]
+
     def __init__(
-        self, captured: Captured | None, record: Record | None, outline: Record | None, grads: Grads | None
+        self,
+        captured: Captured | None,
+        record: Record | None,
+        output: Any,
+        outline: Record | None,
+        beginning: ForwardState | None,
+        grads: Grads | None,
     ) -> None:
         self._captured = captured
-        self._given = record
-        self._outline = outline  # of a forward that computed nothing
+        self._given_record = record
+        self._returned = captured.output if captured is not None else output
+        self._outline = outline  # the record of a fake forward, without values
+        self._beginning = captured.beginning if captured is not None else beginning  # the model, to rerun it
         self._grads = grads  # of the backward pass that it had
-        self._edges: dict[Edge, tuple[Location, ...]] = {}  # nodes of their own for what one node reads from another
+        self._edges: dict[Edge, tuple[Location, ...]] = {}  # by edge: the nodes that stand for it
+
+    @property
+    def output(self) -> Any:
+        """What the model returned when it was captured."""
+        return self._returned if self._outline is None else self._record
 
     @property
     def graph(self) -> Graph:
-        """The program's structure: nodes in order, no tensors."""
-        return self._told.graph
+        """The structure of the program: its nodes in order, without tensors."""
+        return self._any_record.graph
 
     @property
     def layers(self) -> list[Layer]:
         """Every layer in execution order, inputs and outputs included."""
-        return [self._layer(place) for place in self._atlas.places]
+        return [self._layer(place) for place in self._index.places]
 
     @property
     def layer_labels(self) -> list[str]:
-        return list(self._atlas.order)
+        return list(self._index.order)
 
     def __getitem__(self, name: Any) -> Layer:
-        return self._layer(self._atlas.find(name))
+        return self._layer(self._index.find(name))
 
     def __contains__(self, name: Any) -> bool:
         try:
-            self._atlas.find(name)
+            self._index.find(name)
         except NoSuchLayer:
             return False
         return True
@@ -86,7 +123,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         return iter(self.layers)
 
     def __len__(self) -> int:
-        return len(self._atlas.order)
+        return len(self._index.order)
 
     def find(
         self,
@@ -96,40 +133,40 @@ class ProgramBase(ProgramMetadata, ValueSource):
         where: Callable[[Layer], Any] | None = None,
         state: str | None = None,
     ) -> Selection:
-        """The layers for which all of this holds, as a value: for patches, for iteration, for `assert_count`.
+        """The layers that satisfy all conditions, as a Selection: for patches, iteration, `assert_count`.
 
         `op` is a type of operation, `module` the address of a module that they ran in, `input_of` a layer or module
         that reads them; all three may be globs: `*` stays within one level of an address (`"layer4.*"`), `**` crosses
-        dots. `where` is a function of a layer. `state` means parameters and buffers, by their address or a glob;
-        without it none of them is found.
+        dots. `where` is a predicate of a layer. `state` selects parameters and buffers by address or glob, which are
+        found in no other way.
         """
-        return find(self._atlas, self.__getitem__, op, module, input_of, where, state)
+        return find(self._index, self.__getitem__, op, module, input_of, where, state)
 
     def names_of(self, key: Any) -> tuple[str, ...]:
-        """The names of the layers that a key of a mapping of patches means: of a glob, a type, a selection, a name."""
-        return tuple([site.name for site in self._sites(key)])
+        """The names of the layers that a key of patches means: a glob, a type, a selection, or a name."""
+        return tuple([site.name for site in self._locations(key)])
 
     @property
     def gradients(self) -> Grads:
-        """The gradients of the backward pass that this program had, by layer; and why some have none."""
+        """The gradients of the backward pass of this program by layer, with the reasons of layers that have none."""
         if self._grads is None:
             raise NoGradient(
-                "no gradient is here: the program had no backward pass. `prog.backward(of=...)` gives one that had."
+                "the program had no backward pass, so there are no gradients. `prog.backward(of=...)` runs one."
             )
         return self._grads
 
-    # -- below ---------------------------------------------------------------------------------------------------------
+    # -- the record and its layers -------------------------------------------------------------------------------------
 
     @cached_property
     def _record(self) -> Record:
-        if self._given is not None:
-            return self._given
+        if self._given_record is not None:
+            return self._given_record
         if self._outline is not None:
             raise NoValues(
-                "the program was captured with fake=True: it has structure and shapes, and no values. "
+                "the program was captured with fake=True: it has structure and shapes but no values. "
                 "Capture the model without it."
             )
-        with _freezing, outside_of_transforms():  # the program outlives the transform that asks for it first
+        with _freezing, outside_of_transforms():  # the program outlives a transform that uses it first
             if (known := vars(self).get("_record")) is None:
                 assert self._captured is not None
                 known = vars(self)["_record"] = record_of(self._captured)
@@ -137,30 +174,30 @@ class ProgramBase(ProgramMetadata, ValueSource):
         return cast(Record, known)
 
     @property
-    def _told(self) -> Record:
-        """What is known of the forward, with its values or without."""
+    def _any_record(self) -> Record:
+        """The record, also that of a fake forward, which has no values."""
         return self._outline or self._record
 
     @cached_property
-    def _atlas(self) -> LayerIndex:
+    def _index(self) -> LayerIndex:
         return LayerIndex(self.graph)
 
     def _layer(self, place: Location) -> Layer:
-        return Layer(self._lens, place, self._read, self._gradient, plot_value)
+        return Layer(self._facts, place, self._read, self._gradient, plot_value)
 
     @cached_property
-    def _lens(self) -> ProgramFacts:
-        return ProgramFacts(self._told, self._atlas)
+    def _facts(self) -> ProgramFacts:
+        return ProgramFacts(self._any_record, self._index)
 
     def _gradient(self, label: str) -> Any:
         return self.gradients[label]
 
-    def _meant(self, wish: SaveSpec) -> tuple[str, ...]:
-        """The labels of the layers that a wish means."""
-        return wish.labels(self._atlas, self.__getitem__)
+    def _selected(self, save_spec: SaveSpec) -> tuple[str, ...]:
+        """The labels of the layers that `save_spec` selects."""
+        return save_spec.labels(self._index, self.__getitem__)
 
     def _read(self, place: Location, again: bool = False) -> Any:
-        """The recorded value of a layer. `again`: also if it must be computed again."""
+        """The recorded value of a layer; with `again` it is recomputed if it was not kept."""
         record, tree = self._record, place.tree(self.graph)
         missing = [leaf for leaf in refs_in(tree) if leaf not in record.values]
         if missing and not again:
@@ -169,35 +206,49 @@ class ProgramBase(ProgramMetadata, ValueSource):
         record = with_values(record, missing)
         return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
 
-    def _site(self, name: Any) -> Location:
-        found = self._atlas.find(name)
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    def _location(self, name: Any) -> Location:
+        found = self._index.find(name)
         return evolve(found, name=name) if isinstance(name, str) else found
 
-    def _sites(self, key: Any) -> tuple[Location, ...]:
+    def _locations(self, key: Any) -> tuple[Location, ...]:
         if isinstance(key, Edge):
             return self._edges[key]
         if type(key) is not str:
-            return sites(self._atlas, self.__getitem__, key)
-        known = self._named_sites.get(key)
+            return sites(self._index, self.__getitem__, key)
+        known = self._known_locations.get(key)
         if known is None:
-            known = self._named_sites[key] = sites(self._atlas, self.__getitem__, key)
+            known = self._known_locations[key] = sites(self._index, self.__getitem__, key)
         return known
 
     @cached_property
-    def _named_sites(self) -> dict[str, tuple[Location, ...]]:
-        """What names were found to mean: a sweep asks for the same ones again and again."""
+    def _known_locations(self) -> dict[str, tuple[Location, ...]]:
+        """A cache, because a sweep resolves the same names many times."""
         return {}
 
     @cached_property
-    def _words(self) -> NameResolver:
-        return NameResolver(self._atlas, self._sites)
+    def _names(self) -> NameResolver:
+        return NameResolver(self._index, self._locations)
 
     def _value_for(self, name: str) -> Any:
         return self[name]._value_for(name)
 
     def _positions(self, names: Any) -> list[int]:
-        """Where layers lie; of a module that hands on several tensors, each of them."""
-        return [self.graph.positions[one.node] for name in as_list(names) for one in self._atlas.find(name).each]
+        """The positions of layers; a module that returns several tensors has the position of each."""
+        return [self.graph.positions[one.node] for name in as_list(names) for one in self._index.find(name).each]
+
+    def _keep(self, keep: Any) -> frozenset[int]:
+        """The positions of the values that `keep=` of a replay means."""
+        if keep in ("all", "everything"):
+            return frozenset(range(len(self.graph)))
+        if keep is None or keep == "output":
+            return frozenset()
+        if callable(keep):
+            keep = [layer for layer in self.layers if keep(layer)]
+        return frozenset(self._positions(keep))
+
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> GivenInputs:
         if not inputs and not named:
@@ -215,17 +266,17 @@ class ProgramBase(ProgramMetadata, ValueSource):
         on_divergence: str,
         **more: Any,
     ) -> Request:
-        """What a user asks for, in positions and tensors."""
+        """The arguments of a replay as a Request, in positions and tensors."""
         given = self._inputs(inputs, named_inputs)
         other = GivenInputs()
         if state:
-            other = new_state(self.graph, dict(state), self._atlas.nearest, self._record.account)
-        start = self._site(from_) if from_ is not None else None
+            other = new_state(self.graph, dict(state), self._index.nearest, self._record.account)
+        start = self._location(from_) if from_ is not None else None
         if start and (inputs or named_inputs):
             raise ReplaylensError(
                 "from_= begins at a recorded value, and new inputs change what comes before it. Give one."
             )
-        changed, ends = changes_of(self.graph, patch, start, self._sites)
+        changed, ends = changes_of(self.graph, patch, start, self._locations)
         asks = (start or changed or ends or given.tensors or other.tensors or given.mismatches or other.mismatches) or (
             more.get("to") is not None or more.get("fresh")
         )
@@ -238,60 +289,61 @@ class ProgramBase(ProgramMetadata, ValueSource):
             start=tuple([self.graph.positions[one.node] for one in start.each]) if start else (),
             on_divergence=on_divergence,
             whole=not asks,
-            beyond=partial(self._beyond, dict(patch) if isinstance(patch, Mapping) else patch),
+            beyond=partial(self._live_scope, dict(patch) if isinstance(patch, Mapping) else patch),
             **more,
         )
 
-    def _asked(self, at: Any, from_: Any) -> GradTargets:
-        """The layers at which gradients are asked for."""
-        labels, named = self._everywhere.labels, frozenset[str]()
+    def _grad_targets(self, at: Any, from_: Any) -> GradTargets:
+        """The layers at which gradients are requested."""
+        labels, named = self._all_targets.labels, frozenset[str]()
         if at is not None:
             one_key = isinstance(at, (str, int, Selection, Where, Layer))
-            sites = {key: self._sites(key) for key in ([at] if one_key else at)}
+            sites = {key: self._locations(key) for key in ([at] if one_key else at)}
             pairs = [(one, is_named(key, site)) for key, found in sites.items() for site in found for one in site.each]
             named = frozenset([one.label for one, is_one in pairs if is_one])
             labels = {one.label: one for one, _ in pairs}
         elif from_ is None:
-            return self._everywhere
+            return self._all_targets
         if from_ is not None:
-            begin = self._atlas.find(from_).node
+            begin = self._index.find(from_).node
             below = self.graph.descendants([begin])
             beside = [label for label, one in labels.items() if one.node not in below]
             if at is not None and beside:
-                raise ReplaylensError(f"{beside[0]} does not follow {begin}, which is where from_= begins.")
+                raise ReplaylensError(f"{beside[0]} does not follow {begin}, where from_= begins.")
             labels = {label: one for label, one in labels.items() if label not in beside}
         return grad_targets(self._record, labels, named)
 
     @cached_property
-    def _everywhere(self) -> GradTargets:
-        """The inputs, and every layer that the forward computed."""
-        computed = [place for place in self._atlas.places if isinstance(self.graph[place.node], (Call, Input))]
+    def _all_targets(self) -> GradTargets:
+        """The default targets of gradients: the inputs and every layer that the forward computed."""
+        computed = [place for place in self._index.places if isinstance(self.graph[place.node], (Call, Input))]
         return grad_targets(self._record, {place.label: place for place in computed}, ())
 
-    def _beyond(self, patch: Any) -> LivePatchScope:
-        """Which patches hold beyond what was recorded, where the model itself is run: those for all passes of a layer,
-        and those for a type of operation. What takes from another program at each site does not: it has none there.
+    def _live_scope(self, patch: Any) -> LivePatchScope:
+        """Which patches also apply to calls that were not recorded, if the model itself is run: those for all passes of
+        a layer and for a type of operation, but not those that take values from another program, which has none there.
         """
         pairs = patch.items() if isinstance(patch, Mapping) else ()
         keys = [key for key, what in pairs if not refers(what)]
-        found = {key: self._sites(key) for key in keys if isinstance(key, str) and not Label.of(key).turn}
+        found = {key: self._locations(key) for key in keys if isinstance(key, str) and not Label.of(key).turn}
         nodes = {key: [self.graph[one.node] for s in of_key for one in s.each] for key, of_key in found.items()}
         kinds = [key for key, of in nodes.items() if all(isinstance(n, Call) and n.kind == key != n.name for n in of)]
         return LivePatchScope(
             every=frozenset(self.graph.positions[node.name] for of_key in nodes.values() for node in of_key),
-            kinds=frozenset(kind for kind in kinds if kind not in self._atlas.module_calls),
-            globs=tuple([key for key in found if is_glob(key) and self._is_of_modules(found[key])]),
-            hands=tuple([hand for key, _ in pairs for hand in self._hands(key, key in found)]),
+            kinds=frozenset(kind for kind in kinds if kind not in self._index.module_calls),
+            globs=tuple([key for key in found if is_glob(key) and any(map(self._is_of_module, found[key]))]),
+            hands=tuple([hand for key, _ in pairs for hand in self._hand_offs(key, key in found)]),
         )
 
-    def _is_of_modules(self, found: tuple[Location, ...]) -> bool:
-        return any(site.scope is not None and site.name not in self._atlas.by_label for site in found)
+    def _is_of_module(self, site: Location) -> bool:
+        """True if a module was named, and not the layer that gives its output."""
+        return site.scope is not None and site.name not in self._index.by_label
 
-    def _hands(self, key: Any, is_every: bool) -> Iterator[HandOffChange]:
-        """What a key means of what modules hand on, where it names modules."""
+    def _hand_offs(self, key: Any, is_every: bool) -> Iterator[HandOffChange]:
+        """The module outputs that a key means, if it names modules."""
         trees = {str(scope): tree for scope, tree in self.graph.module_outputs}
-        for site in self._sites(key) if isinstance(key, str) else ():
-            if (scope := site.scope) is None or site.name in self._atlas.by_label:
+        for site in self._locations(key) if isinstance(key, str) else ():
+            if (scope := site.scope) is None or not self._is_of_module(site):
                 continue
             refs = refs_in(trees[str(scope)])
             count = len(set(refs))
@@ -299,11 +351,181 @@ class ProgramBase(ProgramMetadata, ValueSource):
                 ref = one.part if type(one.part) is Ref else refs[0]
                 yield HandOffChange(scope.address, scope.call, refs.index(ref), count, ref, is_every)
 
-    def _keep(self, keep: Any) -> frozenset[int]:
-        if keep in ("all", "everything"):
-            return frozenset(range(len(self.graph)))
-        if keep is None or keep == "output":
-            return frozenset()
-        if callable(keep):
-            keep = [layer for layer in self.layers if keep(layer)]
-        return frozenset(self._positions(keep))
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def _derived(self, record: Record, output: Any, *steps: str) -> ProgramBase:
+        """Another program with this history and further steps. Implemented by Program."""
+        raise NotImplementedError
+
+    def _when_diverged(self, choice: str | None) -> str:
+        """What a replay does if it leaves the recorded path: by default rerun the model, if the program holds it."""
+        if choice is None:
+            return "raise" if self._beginning is None else "rerun"
+        require_choice("on_divergence", choice, ("rerun", "raise", "ignore"))
+        if choice == "rerun" and self._beginning is None:
+            raise ReplaylensError(
+                'on_divergence="rerun" runs the model itself, which this program does not hold: only a captured one '
+                "does, not one that was moved, copied or edited."
+            )
+        return choice
+
+    def _replayed(self, request: Request) -> Run:
+        """A replay; or a run of the model itself, if the replay leaves the recorded path."""
+        try:
+            return self._with_origin(request, replay(self._record, request, self._index.find))
+        except LeftPath as left:
+            return self._with_origin(request, self._rerun(request, left.departure))
+
+    def _with_origin(self, request: Request, made: Run) -> Run:
+        """The run with its program and request."""
+        return evolve(made, origin=Origin(self, request, self._index.find))
+
+    def _rerun(self, request: Request, first: Departure | None, given: Any = None) -> Run:
+        """Run the model itself with the changes of a request. `first` is how a replay left the recorded path."""
+        assert self._beginning is not None
+        try:
+            made = run_with_patches(self._beginning, self._record, request, given or request.inputs)
+        except DivergedReplay as refusal:
+            why = f"the change leads away from the recorded path: {first}\n" if first is not None else ""
+            raise DivergedReplay(f"{why}{refusal}") from None
+        except Exception as error:
+            if first is not None:
+                add_note(error, f"replaylens: raised where the model was run again, because {first}")
+            misfits = [one.text for one in request.mismatches if one.of_state]
+            if misfits and not isinstance(error, ReplaylensError):
+                raised = f"With it the model raises {type(error).__name__}: {error}"
+                raise InputMismatch(f"{misfits[0]}\n{raised}\n{CAPTURE_AGAIN}") from error
+            raise
+        output = thaw(made.record.graph.output, lambda leaf: made.record.values[leaf] if type(leaf) is Ref else leaf)
+        prog = self._derived(made.record, output, "run again with patches")
+        places = MatchingSites(self.graph, prog.graph)
+
+        def find(name: Any) -> Location:
+            """The location there of a name in this program; a name unknown here is one of the other program."""
+            if isinstance(name, str) and (name in prog._index.module_places or name not in self):
+                return prog._index.find(name)
+            at = places.of(self._index.find(name))
+            if at is None:
+                raise NoSuchLayer(f"{name!r} did not run on the path that the model took. `run.program` has that path.")
+            return at
+
+        return as_run(made, self._record, request, first, find, prog)
+
+    def _patched_live(self, patch: Any, grad: bool, given: Any) -> Run:
+        """The model run with patches that are named as in this recorded run of it. `given` is (args, kwargs)."""
+        changed, ends = changes_of(self.graph, patch, None, self._locations)
+        scope = partial(self._live_scope, patch)
+        request = Request(changed=changed, ends=ends, grad=grad, on_divergence="raise", beyond=scope)
+        try:
+            return self._with_origin(request, self._rerun(request, None, given))
+        except DivergedReplay as refusal:  # some patches can only be applied in a replay, which must keep the path
+            try:
+                return self._with_origin(request, self._with_quiet_patches(request))
+            except DivergedReplay:
+                raise refusal from None
+
+    def _with_quiet_patches(self, request: Request) -> Run:
+        """A replay in place of a live run, if the patches do not draw: that would shift what the model draws."""
+        with drawing_alone():
+            state = torch.default_generator.get_state()
+            made = replay(self._record, request, self._index.find)
+            if self.graph.drawn and not torch.equal(state, torch.default_generator.get_state()):
+                torch.default_generator.set_state(state)
+                raise DivergedReplay(
+                    "a patch draws random numbers, which shifts the numbers that the model draws after it."
+                )
+            return made
+
+    def _batched(
+        self, variants: Mapping[Any, Any], metric: Any, memory: float | None, on_divergence: str, record_of: Recorder
+    ) -> BatchedSweep:
+        """The variants of a sweep, resolved. Variants that patch outputs of the program cannot be batched."""
+        patches = list(variants.values())
+        made = [changes_of(self.graph, patch, None, self._locations) for patch in patches]
+
+        def alone(number: int) -> Run:
+            return self._replayed(self._request((), {}, None, patches[number], None, on_divergence))
+
+        def captured(metric: Any, output: Any) -> Record:
+            with torch.no_grad():
+                return record_of(metric, (output,), {})
+
+        loners = frozenset([number for number, (_, ends) in enumerate(made) if ends])
+        changes = [changed for changed, _ in made]
+        return BatchedSweep(
+            completed(self._record), tuple(variants), changes, loners, metric, self.output, captured, alone, memory
+        )
+
+    def _gradients_at(self, of: Callable[[Any], Any], from_layer: Any, save_spec: SaveSpec) -> Grads:
+        """The gradients of a number at the layers that `save_spec` selects."""
+        state = {address for node in self.graph.state_nodes for address in (node.address, *node.aliases)}
+        named = [key for key in save_spec.keys if isinstance(key, str) and key in state]
+        rest = evolve(save_spec, keys=tuple([key for key in save_spec.keys if key not in named]))
+        labels = dict(self._all_targets.labels) if save_spec.everything else {}
+        one_by_one = rest.names_itself(self._index, self.__getitem__)
+        for name in (*self._selected(evolve(rest, everything=False)), *named):
+            place = self._index.find(name)
+            labels.setdefault(place.label, place)
+        targets = grad_targets(self._record, labels, {*one_by_one, *[self._index.find(name).label for name in named]})
+        record = self._record
+        if from_layer is not None:
+            record = seen_from(record, self._index.find(from_layer).tree(self.graph))
+            targets = evolve(targets, labels={name: one for name, one in targets.labels.items() if one.output is None})
+        return gradients(record, Request(grad=True), of, targets, self._index.find)
+
+    def _require_settled(self, wanted: str) -> None:
+        """Raise if the forward changed Python state that it reads, and the next forward would take another path."""
+        record = self._record
+        if not (names := record.graph.altered) or record.graph.not_again:
+            return
+        what = f"the forward changes {' and '.join(f'`{name}`' for name in names[:3])}, which it reads"
+        if self._beginning is None:
+            raise ReplaylensError(
+                f"{what}: only the model can tell whether its next one does the same, and an edited program does not "
+                "hold it.\nLet the model keep no such state, or call the model."
+            )
+        if why := otherwise(self._beginning, record):
+            raise ReplaylensError(
+                f"{what}, and its next one {why}: a {wanted} follows the recorded path. Capture the model "
+                "again, if it has settled by now, or call the model."
+            )
+
+    # -- pictures ------------------------------------------------------------------------------------------------------
+
+    def _diff(self, run: Run) -> Diff:
+        """How much each layer of a run of this program differs from what was recorded."""
+        return diff(self._record, self._index, self.layers, run)
+
+    def _scene(self, view: ViewOptions, *, against: ProgramBase | None = None, **over: Any) -> Scene:
+        """The picture of the program with its overlays, as data."""
+        if against is not None and not isinstance(against, ProgramBase):
+            raise CannotDraw(f"against= takes another program, as capture gives, not {type(against).__name__}.")
+        other = None if against is None else (against._any_record, against._index)
+        begins = self._grads.begins if self._grads is not None else None
+        return compose(self._any_record, self._index, self._layer, view, Overlay(against=other, begins=begins, **over))
+
+
+def require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise unless the value of an argument is one of these."""
+    if value not in choices:
+        raise ValueError(f"{word} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
+
+
+def with_tensors(record: Record, values: dict[Ref, Any], stale: frozenset[Ref]) -> Record:
+    """The record on other tensors, such as copies. The copy of a stale value is stale."""
+    versions = Versions((ref, _version(record, ref, tensor, ref in stale)) for ref, tensor in values.items())
+    sources = (*record.graph.state_nodes, *record.graph.input_nodes)
+    same = {node.name for node in sources if values[Ref(node.name)] is record.values[Ref(node.name)]}
+    live = {name: tensor for name, tensor in record.live.items() if name in same}
+    return evolve(record, values=values, versions=versions, live=live, histories=None, lent={})
+
+
+def _version(record: Record, ref: Ref, tensor: Any, is_stale: bool) -> int:
+    """The version counter at which a value is intact: the recorded one for the recorded tensor itself; for the copy of
+    a stale value one that is never reached.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return -1
+    if tensor is record.values[ref]:
+        return record.versions[ref]
+    return OVERWRITTEN if is_stale else version_of(tensor)

@@ -34,8 +34,8 @@ Reads = Mapping[str, Iterable[str]]  # label -> labels
 
 def wrong_metadata(prog: Any) -> list[Finding]:
     """Where labels, passes, module calls, lookups and distances do not agree with one another."""
-    lens, as_captured = prog._lens, prog.history == ("captured",)
-    atlas, graph = lens.atlas, lens.graph
+    lens, as_captured = prog._facts, prog.history == ("captured",)
+    atlas, graph = lens.index, lens.graph
     found = [*_modules(graph, as_captured), *_passes(graph, as_captured), *_neighbours(atlas), *_lookups(atlas)]
     return [*found, *_distances(lens), *(_numbers(graph) if as_captured else ())]
 
@@ -188,7 +188,7 @@ def _refs(tree: Any) -> list[Ref]:
 
 def _distances(lens: ProgramFacts) -> Iterator[Finding]:
     """What is wrong with the distances that layers have."""
-    places, kin = lens.atlas.places, lens.kin
+    places, kin = lens.index.places, lens.topology
     reads = _reads(lens)
     inputs = [place.label for place in places if place.output is None and isinstance(lens.graph[place.node], Input)]
     outputs = [place.label for place in places if place.output is not None]
@@ -205,9 +205,9 @@ def _distances(lens: ProgramFacts) -> Iterator[Finding]:
 
 def _reads(lens: ProgramFacts) -> dict[str, set[str]]:
     """By layer: the layers that it reads; an output reads the layer that it hands on."""
-    layers = {place.node for place in lens.atlas.places if place.output is None}
+    layers = {place.node for place in lens.index.places if place.output is None}
     found: dict[str, set[str]] = {}
-    for place in lens.atlas.places:
+    for place in lens.index.places:
         node = lens.graph[place.node]
         if place.output is not None:
             found[place.label] = {place.node} & layers

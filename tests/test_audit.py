@@ -217,7 +217,7 @@ def test_a_model_that_reads_a_counter_outside_of_it_is_no_fault_and_is_said() ->
     report = checked(steps)
     assert report
     assert list(report["witness"].reasons) == [
-        "the model gives another output each time: it reads what lies outside of it, a clock or a counter"
+        "the model gives another output each time: it reads something outside of it, such as a clock or a counter"
     ]
 
 

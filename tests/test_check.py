@@ -143,7 +143,7 @@ def test_a_check_is_the_same_in_every_mode():
 def test_a_report_is_a_table():
     assert str(program().check()) == "\n".join(
         [
-            "Check of Sequential: all holds.",
+            "Check of Sequential: all laws hold.",
             "    whole replay      1 output, 0 state changes  bit for bit",
             "    each node alone   4 nodes                    bit for bit",
             "    nonsense parents  8 parents                  8 change the value",
@@ -191,7 +191,7 @@ def test_a_law_that_was_not_asked_is_no_failure_and_is_printed():
     report = CheckReport("Net", (LawResult(name="witness", skipped="no module can be hooked"),))
     assert report
     assert str(report) == (
-        "Check of Net: all that was asked holds; 1 not asked.\n    witness    not asked: no module can be hooked"
+        "Check of Net: all checked laws hold; 1 skipped.\n    witness    skipped: no module can be hooked"
     )
 
 
@@ -215,11 +215,11 @@ REASONS = {
     "only its shape and type are read": lambda x: torch.ones_like(x) + x,
     "hidden by a mask, which is another argument": lambda x: torch.where(torch.ones(4) > 0, x, x.exp()),
     "hidden by zeros in another argument": lambda x: x * torch.zeros(4),
-    "hidden by what another argument holds": lambda x: x + torch.full((4,), float("-inf")),
+    "hidden by the content of another argument": lambda x: x + torch.full((4,), float("-inf")),
     "hidden by a number among the arguments, as in x * 0": lambda x: x * 0,
     "hidden by the recorded draw": lambda x: nn.functional.dropout(x[0, :1], 0.7, training=True),
     "read in several places, which cancel out, as in x - x": lambda x: x - x,
-    "a share of one thing, which is always the same": lambda x: x[:, :1].softmax(-1),
+    "a share of a single element, which is constant": lambda x: x[:, :1].softmax(-1),
     "all of it is overwritten": lambda x: torch.zeros(3, 4).copy_(x),
     "it has no elements": lambda x: x[:0].sum(),
     "the value has no elements": lambda x: x[:0],
@@ -243,19 +243,19 @@ def test_attention_to_a_single_key_puts_all_weight_on_it(keys):
 
     report = rl.capture(model, torch.randn(1, 2, 5, 4), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)).check()
     assert report, report
-    assert report["nonsense parents"].reasons == {"a share of one thing, which is always the same": 2}
+    assert report["nonsense parents"].reasons == {"a share of a single element, which is constant": 2}
 
 
 def test_what_shows_only_where_another_argument_is_zero_is_hidden_by_it():
     report = rl.capture(lambda x: x.heaviside(torch.tensor(0.5)), torch.ones(3)).check()
     assert report, report
-    assert report["nonsense parents"].reasons == {"hidden by what another argument holds": 1}
+    assert report["nonsense parents"].reasons == {"hidden by the content of another argument": 1}
 
 
 def test_what_a_far_larger_number_absorbs_is_hidden_by_it():
     report = rl.capture(lambda x: torch.full((2, 3), -1e38) + x, torch.randn(3)).check()
     assert report, report
-    assert "hidden by what another argument holds" in report["nonsense parents"].reasons
+    assert "hidden by the content of another argument" in report["nonsense parents"].reasons
 
 
 def test_a_tensor_that_is_subtracted_from_itself_in_place_cancels_out():
@@ -341,14 +341,14 @@ def test_what_a_custom_function_reads_in_its_backward_alone_has_that_reason():
         with mode():
             report = rl.capture(model, *inputs).check()
         assert report, report
-        assert report["nonsense parents"].reasons == {"read in the backward of a custom function alone": 2}
+        assert report["nonsense parents"].reasons == {"read only in the backward of a custom function": 2}
 
 
 def test_what_a_custom_function_reads_nowhere_is_said():
     report = rl.capture(lambda x, y: IgnoresTheFirst.apply(x * 1, y * 2), torch.randn(3), torch.randn(3)).check()
     (case,) = report["nonsense parents"].special
     assert report and (case.node, case.parent) == ("ignoresthefirst_1_4", "mul_1_2")
-    assert case.fact == "taken by code that is not torch's, which does not read it"
+    assert case.fact == "passed to code outside of torch, which ignores it"
 
 
 class Chooses(nn.Module):

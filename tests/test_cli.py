@@ -42,7 +42,7 @@ def test_python_m_replaylens_finds_models_in_the_current_directory_and_exits_wit
 def test_the_status_is_0_where_all_holds(words: tuple, capsys: pytest.CaptureFixture) -> None:
     status, out, err = asked(capsys, "check", *words)
     assert (status, err) == (0, "")
-    assert out.splitlines()[0].endswith(("all holds.", "1 not asked."))
+    assert out.splitlines()[0].endswith(("all laws hold.", "1 skipped."))
 
 
 def test_the_status_is_1_where_a_law_is_broken(capsys: pytest.CaptureFixture) -> None:
@@ -53,30 +53,30 @@ def test_the_status_is_1_where_a_law_is_broken(capsys: pytest.CaptureFixture) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("cli_models",), "'cli_models' is no place of a model. Write package.module:factory."),
-        (("no_such_file:model",), "no module 'no_such_file' is found from here. Write package.module:factory."),
+        (("cli_models",), "'cli_models' is not a model path. Expected package.module:factory."),
+        (("no_such_file:model",), "no module 'no_such_file' was found. Expected package.module:factory."),
         (("cli_models:nothing",), "cli_models has no 'nothing'."),
         (
             ("./cli_models.py:linear", "--input", "3,4"),
-            "'./cli_models.py:linear' is no place of a model. Write package.module:factory.",
+            "'./cli_models.py:linear' is not a model path. Expected package.module:factory.",
         ),
         (("cli_models:leaves",), "the model, or its module, ended Python by SystemExit(0)."),
-        (("cli_models:linear", "--input=-3,4"), "'-3,4' is no shape: sizes are not negative. Write 1,3,224,224."),
+        (("cli_models:linear", "--input=-3,4"), "'-3,4' is not a shape: sizes cannot be negative. Write 1,3,224,224."),
         (
             ("cli_models:with_inputs", "--input", "3", "--dtype", "int64", "--high", "0"),
-            "integers from zero on lie below 1 or more, not below 0.",
+            "--high is the exclusive bound of integers from zero, so 1 or more, not 0.",
         ),
         (
             ("cli_models:not_a_model",),
-            "the factory gave int. It gives a model, (model, args) or (model, args, kwargs).",
+            "the factory gave int. Expected a model, (model, args) or (model, args, kwargs).",
         ),
         (
             ("cli_models:linear", "--input", "3 by 4"),
-            "'3 by 4' is no shape. Write the sizes with commas between: 1,3,224,224.",
+            "'3 by 4' is not a shape. Write the sizes separated by commas: 1,3,224,224.",
         ),
         (
             ("cli_models:linear", "--input", "3", "--dtype", "real"),
-            "'real' is no dtype of torch's. Write one such as float32 or int64.",
+            "'real' is not a torch dtype. Write one such as float32 or int64.",
         ),
         (
             ("cli_models:linear", "--input", "3,5"),
@@ -97,7 +97,9 @@ def test_a_sample_that_makes_no_sense_is_refused(sample: str, capsys: pytest.Cap
     with pytest.raises(SystemExit) as left:
         main(["check", "cli_models:linear", "--input", "3,4", f"--sample={sample}"])
     assert left.value.code == 2
-    assert capsys.readouterr().err.endswith(f"{sample!r} is no number of nodes, and no share of them such as 0.1\n")
+    assert capsys.readouterr().err.endswith(
+        f"{sample!r} is not a number of nodes, nor a fraction of them such as 0.1\n"
+    )
 
 
 def test_show_prints_the_summary_or_the_program(capsys: pytest.CaptureFixture) -> None:

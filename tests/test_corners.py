@@ -443,8 +443,8 @@ def test_models_whose_attributes_raise_anything_are_captured():
     [
         ("--input 99999999999999999999999,4", "more than the memory of this machine"),
         ("--dtype qint8 --input 3,4", "torch makes no random numbers of torch.qint8"),
-        ("--input -1,4", "'-1,4' is no shape: sizes are not negative"),
-        ("--dtype uint8 --high 1000 --input 3", "torch.uint8 has no numbers up to 1000"),
+        ("--input -1,4", "'-1,4' is not a shape: sizes cannot be negative"),
+        ("--dtype uint8 --high 1000 --input 3", "torch.uint8 cannot hold numbers up to 1000"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")

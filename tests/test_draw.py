@@ -25,7 +25,7 @@ needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz's d
 
 
 def seen(prog, **look):
-    return scene(prog.graph, prog._atlas, ViewOptions(**look))
+    return scene(prog.graph, prog._index, ViewOptions(**look))
 
 
 def arrows(made):
@@ -203,7 +203,7 @@ def test_depth_draws_deeper_modules_as_one_box_with_what_they_give():
     made = seen(captured(figures.NetworkOrganizationDemo()), depth=1)
     (box,) = [glyph for glyph in made.glyphs if "collapsed" in glyph.roles]
     assert (box.name, box.kind, len(box.layers)) == ("submodule1", "Outer", 8)
-    assert [meaning.shape for meaning in box.meanings] == [(5, 5)]
+    assert [meaning.shape for meaning in box.specs] == [(5, 5)]
     assert not made.frames
     made = seen(captured(figures.NetworkOrganizationDemo()), depth=2)
     assert [frame.name for frame in made.frames] == ["submodule1"]
@@ -405,7 +405,7 @@ def test_a_run_that_left_the_recorded_path_is_drawn_as_a_difference():
     with pytest.raises(rl.CannotDraw) as raised:
         prog.draw(run=run)
     assert str(raised.value) == (
-        "in this run the model took another path: `run.draw()` draws it, as a difference to the recorded one."
+        "in this run the model took another path: `run.draw()` draws it as a difference to the recorded one."
     )
 
 
@@ -428,9 +428,7 @@ def test_a_run_of_another_program_cannot_be_laid_over():
     run = captured(nn.Linear(5, 5)).replay()
     with pytest.raises(rl.CannotDraw) as raised:
         stack(1).draw(run=run)
-    assert str(raised.value) == (
-        "this run is one of another program: `run.draw()` draws it over the program that it is of."
-    )
+    assert str(raised.value) == ("this run belongs to another program: `run.draw()` draws it over its own program.")
 
 
 def test_how_different_two_values_are():
@@ -550,7 +548,7 @@ def test_the_gradients_of_a_backward_pass_are_drawn_from_where_it_began():
 def test_where_no_gradient_flows_there_is_none_to_draw():
     with pytest.raises(rl.NoGradient) as raised:
         captured(lambda x: x > 0).draw(gradients=True)
-    assert str(raised.value) == "no gradient flows from the output of this program: there is none to draw."
+    assert str(raised.value) == "no gradient flows from the output of this program, so there is none to draw."
 
 
 @pytest.mark.parametrize(
@@ -573,10 +571,10 @@ def test_a_wish_that_cannot_be_met_is_an_error(wish, text):
 @pytest.mark.parametrize(
     ("wish", "text"),
     [
-        ({"values": {"linear_1": "much"}}, "a layer is coloured by one number, and the value of linear_1_1 is 'much'."),
+        ({"values": {"linear_1": "much"}}, "a layer is coloured by one number, but the value of linear_1_1 is 'much'."),
         (
             {"values": lambda layer: layer.value},
-            "a layer is coloured by one number, and the value of input_1_0 is a tensor of shape (5, 5).",
+            "a layer is coloured by one number, but the value of input_1_0 is a tensor of shape (5, 5).",
         ),
         ({"run": 3}, "run= takes what `prog.replay()` gives, not int."),
         ({"against": nn.ReLU()}, "against= takes another program, as capture gives, not ReLU."),

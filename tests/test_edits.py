@@ -518,7 +518,7 @@ def test_patches_lie_on_patches(net, x):
 
 def test_with_patch_takes_a_mapping(net, x):
     assert said(rl.ReplaylensError, lambda: capture(net, x).with_patch(rl.Zero())) == (
-        "with_patch takes a mapping that says where: with_patch({'relu_3': Zero()})."
+        "with_patch takes a mapping from layers to patches: with_patch({'relu_3': Zero()})."
     )
 
 

@@ -19,7 +19,7 @@ from zoo import MODELS, is_refused_so, silence
 import replaylens as rl
 
 NO_VALUES = (
-    "the program was captured with fake=True: it has structure and shapes, and no values. Capture the model without it."
+    "the program was captured with fake=True: it has structure and shapes but no values. Capture the model without it."
 )
 
 

@@ -192,7 +192,7 @@ def test_from_a_layer_only_what_follows_it_has_gradients():
     assert_same(dict(grads), {label: everywhere[label] for label in grads})
     with pytest.raises(rl.ReplaylensError) as error:
         prog.grads(of=total, from_="relu_1", at=["encode"])
-    assert str(error.value) == "linear_1_1 does not follow relu_1_2, which is where from_= begins."
+    assert str(error.value) == "linear_1_1 does not follow relu_1_2, where from_= begins."
 
 
 def test_from_a_layer_with_another_value_there():

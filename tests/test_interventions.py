@@ -362,7 +362,7 @@ def sites(key, prog=PROG):
     """The labels of the layers that a patch under this key is called for."""
     seen = []
     prog.replay(patch={key: lambda value: seen.append(value) or value})
-    wanted = [site.label for site in prog._sites(key)]
+    wanted = [site.label for site in prog._locations(key)]
     assert len(seen) == len(wanted)
     return wanted
 
@@ -601,8 +601,8 @@ def test_one_pass_of_a_recurrent_layer_or_all():
             with torch.no_grad():
                 wanted = recurrent(patch, passes)(x())
             assert_same(prog.replay(patch={key: patch}).output, wanted, key)
-    assert {site.is_every_pass for site in prog._sites("step")} == {True}
-    assert {site.is_every_pass for site in prog._sites("linear")} == {False}
+    assert {site.is_every_pass for site in prog._locations("step")} == {True}
+    assert {site.is_every_pass for site in prog._locations("linear")} == {False}
 
 
 def test_each_pass_takes_from_its_own_counterpart():

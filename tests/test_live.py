@@ -959,7 +959,7 @@ def test_only_a_program_that_holds_its_model_can_run_it():
     prog = rl.capture(model, x()).to(torch.float64)
     with pytest.raises(rl.DivergedReplay):
         prog.replay(patch={"fc": lambda y: -y.abs()})
-    with pytest.raises(rl.ReplaylensError, match="this program does not hold it"):
+    with pytest.raises(rl.ReplaylensError, match="runs the model itself, which this program does not hold"):
         prog.replay(patch={"fc": lambda y: -y.abs()}, on_divergence="rerun")
 
 

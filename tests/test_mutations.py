@@ -396,7 +396,7 @@ def output_of_a_module_that_another_gave(prog):
 
 def with_distance(prog: Any, which: str, name: str, span: Any) -> Any:
     """The program whose layer of this name says that it is another distance away."""
-    kin = prog._lens.kin
+    kin = prog._facts.topology
     spans = list(getattr(kin, which))
     spans[prog[name].ordinal] = span
     object.__setattr__(kin, which, tuple(spans))

@@ -224,7 +224,7 @@ def lines_are_whole(found):
 def test_each_thing_stands_below_what_it_reads(prog, monkeypatch, path):
     if path is not None:
         monkeypatch.setenv("PATH", path)
-    made = scene(prog.graph, prog._atlas)
+    made = scene(prog.graph, prog._index)
     found = rows_of(made)
     for frame, rows in found.items():
         items = [item for row in rows.rows for item in row if not isinstance(item, Track)]
@@ -237,7 +237,7 @@ def test_each_thing_stands_below_what_it_reads(prog, monkeypatch, path):
 
 
 def test_both_ways_to_order_rows_keep_their_content(prog, monkeypatch):
-    made = scene(prog.graph, prog._atlas)
+    made = scene(prog.graph, prog._index)
     by_dot = rows_of(made)
     monkeypatch.setenv("PATH", "")
     here = rows_of(made)
@@ -293,7 +293,9 @@ def test_a_number_that_is_not_finite_is_a_word(prog, tmp_path):
 def test_a_page_shows_one_thing_in_colours(prog, tmp_path):
     with pytest.raises(rl.CannotDraw) as caught:
         prog.page(tmp_path / "page.html", run=prog.replay(), values={"relu_1": 1.0})
-    assert str(caught.value) == ("a page shows one thing in colours, and run and values were given. Give one of them.")
+    assert str(caught.value) == (
+        "a page can show one thing in colours, but run and values were given. Give one of them."
+    )
     assert not (tmp_path / "page.html").exists()
 
 
@@ -302,7 +304,7 @@ def test_a_sweep_without_one_number_for_each_variant_is_refused(prog, tmp_path):
     with pytest.raises(rl.CannotDraw) as caught:
         prog.page(tmp_path / "page.html", sweep=sweep)
     assert str(caught.value) == (
-        "a sweep is laid over a page by one number for each variant. Give it a metric that gives one."
+        "a page shows one number per variant of a sweep. Give the sweep a metric that returns one."
     )
 
 
@@ -320,7 +322,7 @@ def test_a_sweep_of_variants_without_layers_is_refused(prog, tmp_path, key):
     sweep = rl.sweep(prog, variants={key: {"relu_1": rl.Zero()}}, metric=torch.sum)
     with pytest.raises(rl.CannotDraw) as caught:
         prog.page(tmp_path / "page.html", sweep=sweep)
-    assert str(caught.value) == "no variant of this sweep is named by a layer, so there is nowhere to lay it."
+    assert str(caught.value) == "no variant of this sweep is named by a layer, so it cannot be shown on layers."
 
 
 # -- other looks ------------------------------------------------------------------------------------------------------

@@ -543,7 +543,7 @@ class Attempts(nn.Module):
 def test_a_call_that_raised_before_it_computed_anything_has_no_number(x, layer):
     model = Attempts(layer)
     prog = rl.capture(model, x)
-    assert {"layers.0:1", "layers.0:2", "layers.1", "layers.1:1"} <= set(prog._atlas.module_places)
+    assert {"layers.0:1", "layers.0:2", "layers.1", "layers.1:1"} <= set(prog._index.module_places)
     assert "layers.0:3" not in prog and "layers.1:2" not in prog
     patch = {"layers.0:2": tripled}
     assert torch.equal(rl.run(model, x, patch=patch).output, prog.replay(patch=patch).output)

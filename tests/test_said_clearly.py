@@ -77,7 +77,7 @@ ASKED = {
 
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
 def test_the_address_of_the_model_itself_is_no_layer_and_its_outputs_are_named(ask):
-    with pytest.raises(rl.NoSuchLayer, match=r"^'' is the model itself, and no layer\. What it hands on: 'output_1_"):
+    with pytest.raises(rl.NoSuchLayer, match=r"^'' is the model itself, not a layer\. Its outputs: 'output_1_"):
         ask(captured())
 
 

@@ -91,7 +91,7 @@ def test_a_plan_beforehand_in_forwards_and_bytes():
         r"18 variants in 1 pass of up to 18: at most [\d.]+ forwards \([\d.]+ one by one\), [\d.e-]+ MB at a time",
         str(plan),
     )
-    with pytest.raises(rl.ReplaylensError, match=r"asked for with dry=True, and has not been run. Call .run\(\)."):
+    with pytest.raises(rl.ReplaylensError, match=r"created with dry=True and has not been run. Call .run\(\)."):
         asked.values
     assert "not run yet" in repr(asked)
     torch.testing.assert_close(asked.run().values, rl.sweep(prog, SITES, "b [t] d", rl.From(clean), last_logits).values)
@@ -163,21 +163,21 @@ def test_variants_that_leave_the_recorded_path():
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        ({}, rl.ReplaylensError, "say what to try: sites and a patch, or variants="),
+        ({}, rl.ReplaylensError, "give either sites and a patch, or variants="),
         ({"sites": SITES}, rl.ReplaylensError, "a sweep over sites needs a patch"),
-        ({"variants": {}}, rl.ReplaylensError, "there is nothing to try"),
-        ({"variants": {1: {}}, "patch": rl.Zero()}, rl.ReplaylensError, "variants hold their patches already"),
-        ({"variants": {1: {}, (1, 2): {}}}, rl.ReplaylensError, "must all have the same number of words"),
+        ({"variants": {}}, rl.ReplaylensError, "there are no variants to run"),
+        ({"variants": {1: {}}, "patch": rl.Zero()}, rl.ReplaylensError, "variants already contain their patches"),
+        ({"variants": {1: {}, (1, 2): {}}}, rl.ReplaylensError, "must all have the same length"),
         ({"sites": ["nowhere"], "patch": rl.Zero()}, rl.NoSuchLayer, "no layer is called 'nowhere'"),
         (
             {"sites": [*SITES, SITES[0]], "patch": rl.Zero()},
             rl.ReplaylensError,
-            "blocks.0.out is among the sites twice",
+            "blocks.0.out occurs twice among the sites",
         ),
         (
             {"sites": SITES, "patch": rl.Zero(), "d": 3},
             rl.BadPart,
-            "d: these name axes of a pattern, and there is none",
+            "d: these are axes of a pattern, but there is none",
         ),
         ({"sites": SITES, "part": "b [t]", "patch": rl.Zero()}, rl.BadPart, "b \\[t\\]"),
         (

@@ -1,1 +1,1 @@
-"""Is it right? Laws that a program is held to, and the report of what they came to."""
+"""The laws that a program must satisfy, and the report of checking them."""

@@ -1,17 +1,10 @@
-"""Every ATen call of a stretch of Python, reduced to what it computes, with the place that it came from.
+"""The law that the ATen calls of a plain forward are those of a whole replay.
 
-In: a stretch, as a context. Out: what was called, in order: an OpSignature says what sort of work a call is, its name
-without the marks of writing, the shapes and dtypes of the tensors that it reads, so that a program's calls and the
-model's own can be counted against each other. It follows from operators' schemas and from the tables here, which are
-data. Nothing is changed.
-
-Did everything that the model computed become part of the program?
-
-In: a captured model. Out: a LawResult. The ATen calls of a plain forward and of a whole replay are counted, each
-reduced to what it computes (see aten_calls.py). The counts must be equal, but for what is accounted for: what purity
-adds, what a gradient runs again, what content that left torch is compared with. A plain call that no replayed one
-answers was missed by the program; a replayed one that no plain call answers is the program's own invention. The tables
-are data. Nothing here looks at the capture's own way of seeing calls: the dispatcher tells of each one.
+In: a captured model. Out: a LawResult. A TorchDispatchMode logs the ATen calls of both, independently of how a capture
+sees calls. Each is reduced to an OpSignature: its class of work, its name without the marks of writing, the dtypes and
+shapes of its operands; `x.add_(y)`, `torch.add(x, y, out=z)` and `x + y` are one. The two multisets must be equal, up
+to what the tables here account for: calls that purity adds, calls that an inner gradient runs again, comparisons of
+content that left torch. A surplus plain call was missed by the program; a surplus replayed call was made up by it.
 """
 
 from __future__ import annotations
@@ -51,7 +44,7 @@ from .report import Finding, LawResult
 
 
 class OpClass(enum.Enum):
-    """What an ATen call is for. Only the first four are counted."""
+    """The kind of work that an ATen call does. Only the first four are counted."""
 
     COMPUTE = "computes"
     CAST = "changes a dtype or a device"
@@ -61,7 +54,7 @@ class OpClass(enum.Enum):
 
 
 class OpSignature(NamedTuple):
-    """A call without what purity may change of it: `add_.Tensor` and `add.out` are `add` of the same operands."""
+    """A call up to what purity may change: `add_.Tensor` and `add.out` are `add` on the same operands."""
 
     sort: OpClass
     name: str
@@ -71,12 +64,12 @@ class OpSignature(NamedTuple):
         return f"{self.name}({', '.join(self.operands)})"
 
 
-QUIET = frozenset(("profiler",))  # namespaces of operators that only look on
+QUIET = frozenset(("profiler",))  # namespaces of operators that compute nothing
 UNSAFE = ("_unsafe_", "unsafe_")  # views that autograd may not see through
 
 
 def signature_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpSignature:
-    """What a call was. `out` is what it gave."""
+    """The signature of a call that returned `out`."""
     if not isinstance(op, OpOverload):  # a higher-order operator
         return OpSignature(OpClass.COMPUTE, op.name(), tuple(map(described, _tensors((args, kwargs)))))
     sort, name = reduced(op)
@@ -90,7 +83,7 @@ def signature_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 
 @cache
 def reduced(op: Any) -> tuple[OpClass, str]:
-    """What sort of work an operator does, and its name without the marks of writing."""
+    """The class of an operator, and its name without the marks of writing."""
     namespace, name = op._schema.name.split("::")
     name = _unmarked(namespace, name) if op._schema.is_mutable else name
     plain = info(name.removeprefix("new_").removesuffix("_like"))
@@ -106,19 +99,19 @@ def reduced(op: Any) -> tuple[OpClass, str]:
 
 
 def _unmarked(namespace: str, name: str) -> str:
-    """`add` for `add_`, `__and__` for `__iand__`, where there is such an operator."""
+    """`add` for `add_`, `__and__` for `__iand__`, if such an operator exists."""
     return next((stem for stem in stems(name) if stem != name and hasattr(getattr(torch.ops, namespace), stem)), name)
 
 
 def _is_view(namespace: str, op: Any, name: str) -> bool:
-    """Does it look at an argument's memory, or copy what a view of it would show, or write there?"""
+    """True if it returns a view, or a copy of what a view would show, or writes through one."""
     plain = [name.removesuffix("_copy"), name.removesuffix("_scatter"), *(name.removeprefix(mark) for mark in UNSAFE)]
     viewing = [getattr(getattr(torch.ops, namespace), one, None) for one in plain if one != name]
     return info(op).gives_view or any(one is not None and info(one).gives_view for one in viewing)
 
 
 def _cast(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, ...]:
-    """From what to what a copy takes numbers; nothing where they stay as they are."""
+    """The source and target of a copy that changes dtype or device; () if it changes neither."""
     source = args[1] if name == "copy" and len(args) > 1 else args[0] if args else None
     if not isinstance(source, torch.Tensor) or not isinstance(out, torch.Tensor):
         return ()
@@ -127,7 +120,7 @@ def _cast(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, ...]:
 
 
 def _operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that a call reads, in the order of its schema: all but those that `out=` names."""
+    """The tensors that a call reads, in schema order: all but `out=`."""
     for number, argument in enumerate(op._schema.arguments):
         if argument.is_out:
             continue
@@ -146,39 +139,39 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def described(tensor: torch.Tensor) -> str:
-    """A tensor's dtype and shape, in short."""
+    """The dtype and shape of a tensor."""
     return str(TensorSpec.of(tensor))
 
 
 class AtenCall(NamedTuple):
-    """One ATen call: what it was, the line of Python, and the node or guard of a program that it ran for."""
+    """One ATen call, with the line of Python and the node or guard of the program that it ran for."""
 
     signature: OpSignature
     site: Site | None
     step: Node | Guard | None = None
-    within: str = ""  # which part of torch's own it lies beneath: see WITHIN and AGAIN
-    in_gradient: bool = False  # the engine that takes gradients made it
-    builds: bool | None = False  # were gradients on? None where a program need not have them as the model has
+    within: str = ""  # the part of torch that called it: see WITHIN and RECOMPUTATION
+    in_gradient: bool = False  # called by the autograd engine
+    builds: bool | None = False  # whether gradients were on; None if a program may differ from the model here
 
     @property
     def source(self) -> Source | None:
-        """The line of Python that it came from."""
+        """The line of Python that called it."""
         return self.step.source if isinstance(self.step, (Call, Guard)) else line_of(self.site)
 
 
-# Files of torch beneath which calls are no operations of the model's: what content left torch there is guarded.
+# Calls from these files of torch are not operations of the model; content that leaves torch there is guarded.
 WITHIN = {"torch/_tensor_str.py": "text", "torch/storage.py": "storage"}
 
-RECOMPUTATION = "again"  # beneath a checkpoint that a gradient makes compute again what the forward computed
+RECOMPUTATION = "again"  # called by a checkpoint that recomputes its forward for a gradient
 CHECKPOINTS = "torch/utils/checkpoint.py"
 
-# Files of torch whose functions run others with gradients on or off as they need it, which a program has open.
+# Functions in these files of torch switch gradients on and off themselves; a program records the operations inside.
 TRANSFORMS = ("torch/_functorch/", CHECKPOINTS)
-GRADIENTS = frozenset(("_engine_run_backward", "_make_grads"))  # functions of torch's that take gradients
+GRADIENTS = frozenset(("_engine_run_backward", "_make_grads"))  # functions of torch that take gradients
 
 
 class Watch(TorchDispatchMode):
-    """Writes down every ATen call of its thread."""
+    """Logs every ATen call of its thread."""
 
     supports_higher_order_operators = True
 
@@ -186,15 +179,17 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[AtenCall] = []
         self.step: Node | Guard | None = None
-        self.packing: set[CodeType] = set()  # what the user's hooks on saved tensors run: no operations of the forward
-        self.until = until  # the code that called the model: lines above it are not the model's
+        self.packing: set[CodeType] = (
+            set()
+        )  # the user's saved-tensor hooks, whose calls are no operations of the forward
+        self.until = until  # the frame that called the model: those above it are not the model's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator) and func.name() == "cond" and len(args) >= 3:
-            with self:  # the branch that is taken, as it is recorded
+            with self:  # log the branch that is taken, as a capture records it
                 return (args[1] if bool(args[0]) else args[2])(*(args[3] if len(args) > 3 else ()))
-        if _is_composite(func):  # where autograd is off (inference mode), torch would take it apart below this mode
+        if _is_composite(func):  # in inference mode torch would decompose it below this mode
             with self:
                 return func.decompose(*args, **kwargs)
         builds = torch.is_grad_enabled() if forward_ad._current_level < 0 else None
@@ -202,23 +197,23 @@ class Watch(TorchDispatchMode):
         code = code_of(hooks[0]) if (hooks := top_saving_hooks(False)) is not None else None
         if code is not None and not code.co_filename.endswith(CHECKPOINTS):
             self.packing.add(code)
-        if self.packing and self._packs():
+        if self.packing and self._is_in_saving_hook():
             return out
-        site, within, in_gradient, is_transformed = self._place()
+        site, within, in_gradient, is_transformed = self._origin()
         builds = None if is_transformed else builds
         self.seen.append(AtenCall(signature_of(func, args, kwargs, out), site, self.step, within, in_gradient, builds))
         return out
 
-    def _packs(self) -> bool:
-        """Does a hook on a saved tensor make this call?"""
+    def _is_in_saving_hook(self) -> bool:
+        """True if a saved-tensor hook makes this call."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code not in self.packing and frame.f_code is not self.until:
             frame = frame.f_back
         return frame is not None and frame.f_code in self.packing
 
-    def _place(self) -> tuple[Site | None, str, bool, bool]:
-        """The nearest line that is not torch's, else a module's own; the part of torch beneath it; is it a gradient? Is
-        it in a transform?
+    def _origin(self) -> tuple[Site | None, str, bool, bool]:
+        """The nearest line outside of torch (else in torch.nn), the part of torch below it, whether the autograd engine
+        called, and whether a transform did.
         """
         frame: FrameType | None = sys._getframe(2)
         users, modules, within, in_gradient, is_transformed, is_kept = None, None, "", False, False, False
@@ -230,16 +225,16 @@ class Watch(TorchDispatchMode):
                 within, in_gradient = (RECOMPUTATION if is_kept else within), True
             elif _is_transform(code):
                 is_transformed = True
-                is_kept = is_kept or _keeps(code, in_gradient)
+                is_kept = is_kept or _is_checkpoint(code, in_gradient)
             elif users is None:
-                within = within or _word(code)
+                within = within or _part_of_torch(code)
                 modules = modules or ((code, frame.f_lasti) if "/torch/nn/" in code.co_filename else None)
             frame = frame.f_back
         return users or modules, within, in_gradient, is_transformed
 
 
 def is_within_gradient() -> bool:
-    """Does torch take a gradient of the model's just now?"""
+    """True while torch takes a gradient inside the model."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in GRADIENTS and is_torch_code(frame.f_code):
@@ -249,7 +244,7 @@ def is_within_gradient() -> bool:
 
 
 def code_of(function: Any) -> CodeType | None:
-    """The code that a call of this runs, if it is written in Python."""
+    """The code object that calling this runs, if it is written in Python."""
     while isinstance(function, partial):
         function = function.func
     function = unwrap(getattr(function, "__func__", function))
@@ -259,7 +254,7 @@ def code_of(function: Any) -> CodeType | None:
 
 @cache
 def _is_composite(func: Any) -> bool:
-    """Is it written in terms of other operators, so that those do the work?"""
+    """True if the operator only calls other operators."""
     return isinstance(func, OpOverload) and bool(has_kernel(func.name(), "CompositeImplicitAutograd"))
 
 
@@ -268,25 +263,25 @@ def _is_transform(code: CodeType) -> bool:
     return any(part in code.co_filename for part in TRANSFORMS)
 
 
-def _keeps(code: CodeType, in_gradient: bool) -> bool:
-    """Is it a checkpoint? One that is reentrant takes gradients in its `backward`, too: those are no second ones."""
+def _is_checkpoint(code: CodeType, in_gradient: bool) -> bool:
+    """True for checkpoints, but not for the backward of a reentrant one, which takes the gradient itself."""
     return code.co_filename.endswith(CHECKPOINTS) and not (in_gradient and code.co_name == "backward")
 
 
-def _word(code: CodeType) -> str:
+def _part_of_torch(code: CodeType) -> str:
     return next((word for file, word in WITHIN.items() if code.co_filename.endswith(file)), "")
 
 
 def audit(subject: ModelUnderTest) -> LawResult:
-    """The calls of a plain forward against those of a whole replay."""
+    """Compare the ATen calls of a plain forward with those of a whole replay."""
     plain, output = plain_calls(subject)
-    fused = _fused(subject, plain, output)
+    fused = _fused_layers(subject, plain, output)
     decided: frozenset[OpSignature] = frozenset()
     with open_layers() if fused else nullcontext():
         if fused:
             closed, (plain, _) = plain, plain_calls(subject)
             decided = frozenset(seen.signature for seen in closed) - {seen.signature for seen in plain}
-        account, note = _settled(subject, plain, decided)
+        account, note = _compared_again(subject, plain, decided)
     close = not any(_is_far(found.difference) for found in fused)
     return LawResult(
         asked=account.asked,
@@ -298,12 +293,14 @@ def audit(subject: ModelUnderTest) -> LawResult:
     )
 
 
-def _settled(subject: ModelUnderTest, plain: list[AtenCall], decided: frozenset[OpSignature]) -> tuple[Comparison, str]:
-    """A second look where something is left over: not all of it is the capture's doing.
+def _compared_again(
+    subject: ModelUnderTest, plain: list[AtenCall], decided: frozenset[OpSignature]
+) -> tuple[Comparison, str]:
+    """The comparison, repeated on a second capture if the first leaves a difference that may not be the capture's.
 
-    A first forward may fill a cache that lies outside of the model: then it makes other calls than a later one, for
-    what does not depend on the inputs, and a second capture agrees. Some models do not do the same twice. `decided`:
-    calls by which torch finds out whether a fused kernel will do; they are left out.
+    A first forward may fill a cache outside of the model: then it makes more calls than a later one, none of which
+    depends on the inputs, and a second capture agrees. And some models do not make the same calls twice. `decided` are
+    calls by which torch decides whether a fused kernel applies; they are left out.
     """
     replayed = [seen for seen in replayed_calls(subject.record) if seen.signature not in decided]
     account = comparison_of(plain, replayed, subject.record.graph.guards)
@@ -322,64 +319,64 @@ def _settled(subject: ModelUnderTest, plain: list[AtenCall], decided: frozenset[
 
 
 def _apart_from_inputs(replayed: list[AtenCall], graph: Graph) -> Counter[OpSignature]:
-    """The calls of nodes that no input reaches."""
+    """The calls of nodes that derive from no input."""
     reached = graph.descendants([node.name for node in graph.input_nodes])
     return Counter(s.signature for s in replayed if isinstance(s.step, Call) and s.step.name not in reached)
 
 
 def plain_calls(subject: ModelUnderTest) -> tuple[list[AtenCall], Any]:
     """The calls of a plain forward, and its output."""
-    watch = Watch(ModelUnderTest.forward.__code__)
-    output = subject.forward(watch)
-    return watch.seen, output
+    log = Watch(ModelUnderTest.forward.__code__)
+    output = subject.forward(log)
+    return log.seen, output
 
 
 def replayed_calls(record: Record) -> list[AtenCall]:
-    """The calls of a whole replay, each with the step that made it."""
-    watch = Watch(_at.__code__)
-    with watch:
-        execute(record, Request(whole=True, on_divergence="ignore"), partial(_told, watch, record.graph))
-    return watch.seen
+    """The calls of a whole replay, each with its node or guard."""
+    log = Watch(_log_step.__code__)
+    with log:
+        execute(record, Request(whole=True, on_divergence="ignore"), partial(_logging, log, record.graph))
+    return log.seen
 
 
-def _told(watch: Watch, graph: Graph, code: Code) -> Code:
-    """The same code, of which each step tells the watch for which node or guard it runs."""
+def _logging(log: Watch, graph: Graph, code: Code) -> Code:
+    """The code of a replay, wrapped so that each step tells the log its node or guard."""
     guards = iter(sorted(graph.guards, key=lambda guard: guard.position))
 
     def step(slot: int) -> Node | Guard:
         return graph.nodes[slot] if slot < len(graph) else next(guards)
 
-    return code.wrapped(lambda slot, call: partial(_at, watch, step(slot), call))
+    return code.wrapped(lambda slot, call: partial(_log_step, log, step(slot), call))
 
 
-def _at(watch: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:
-    watch.step = step
+def _log_step(log: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:
+    log.step = step
     return call(*args)
 
 
-def _fused(subject: ModelUnderTest, plain: list[AtenCall], output: Any) -> tuple[Finding, ...]:
-    """Layers that a plain forward runs as one kernel, and how far that is from what was recorded."""
+def _fused_layers(subject: ModelUnderTest, plain: list[AtenCall], output: Any) -> tuple[Finding, ...]:
+    """The layers that a plain forward runs as one fused kernel, and how far that is from the record."""
     calls = [seen for seen in plain if info(seen.signature.name).has(Quirk.WHOLE_LAYER)]
     if not calls:
         return ()
     recorded = subject.record.graph.output, subject.record.value
-    apart = furthest(output, *recorded)
+    distance = furthest(output, *recorded)
     fact = "a plain forward runs it as one fused kernel, the program has it open"
-    if _is_far(apart) and not _is_far(inside := furthest(output, *recorded, but_zeros=True)):
-        apart = inside
+    if _is_far(distance) and not _is_far(inside := furthest(output, *recorded, but_zeros=True)):
+        distance = inside
         fact = (
             "a plain forward runs it as one fused kernel, which leaves zeros where tokens are padding; the program has "
             "it open, and other numbers there"
         )
-    return tuple([Finding(seen.signature.name, fact, seen.source, difference=apart) for seen in calls])
+    return tuple([Finding(seen.signature.name, fact, seen.source, difference=distance) for seen in calls])
 
 
-def _is_far(apart: float | None) -> bool:
-    return apart is None or apart > FUSED_LAYER.absolute
+def _is_far(distance: float | None) -> bool:
+    return distance is None or distance > FUSED_LAYER.absolute
 
 
 COUNTED = frozenset((OpClass.COMPUTE, OpClass.CAST, OpClass.FILL, OpClass.READ))
-# What purity may add, by the function of the node: a sort of calls that a plain forward need not have, and why.
+# What purity may add, by the function of the node: a class of calls that a plain forward need not make, and why.
 ADDED: dict[Any, tuple[OpClass, str]] = {
     blank: (OpClass.FILL, "fills of memory that was undefined"),
     filled: (OpClass.FILL, "fills of memory that was undefined"),
@@ -394,7 +391,7 @@ CASTS = "casts that autocast's cache spared the plain forward"
 
 @frozen
 class Comparison:
-    """What came of two counts."""
+    """The difference of two multisets of calls."""
 
     asked: int
     leftover: tuple[Finding, ...]
@@ -404,18 +401,22 @@ class Comparison:
 
     @property
     def words(self) -> str:
-        """What the replay has more, and why."""
+        """What the replay adds, and why."""
         counts = ", ".join(f"{count} {reason}" for reason, count in self.added.most_common())
         return f"and a replay adds {counts}" if counts else ""
 
 
 def comparison_of(plain: list[AtenCall], replayed: list[AtenCall], guards: tuple[Guard, ...] = ()) -> Comparison:
-    """Plain calls against replayed ones."""
+    """Compare plain calls with replayed ones."""
     opened = any("storage" in g.target.short and info(g.target).has(Quirk.EXPOSES_MEMORY) for g in guards)
     wanted = [
         s for s in plain if s.signature.sort in COUNTED and not s.within and not (opened and _is_of_bytes(s.signature))
     ]
-    given = [seen for seen in replayed if seen.signature.sort in COUNTED and not seen.within and not _is_watched(seen)]
+    given = [
+        seen
+        for seen in replayed
+        if seen.signature.sort in COUNTED and not seen.within and not _only_compares_content(seen)
+    ]
     mine, theirs = (Counter(seen.signature for seen in calls) for calls in (given, wanted))
     again = _run_again(given)
     extra = mine - again - theirs
@@ -435,24 +436,24 @@ def comparison_of(plain: list[AtenCall], replayed: list[AtenCall], guards: tuple
 
 
 def _is_of_bytes(signature: OpSignature) -> bool:
-    """Does it fill memory as bytes, as a storage's own `fill_` does? What the model got from there is guarded."""
+    """True if it fills memory as bytes, as `fill_` of a storage does; what the model reads from there is guarded."""
     return signature.sort is OpClass.FILL and signature.operands[0].startswith("uint8[")
 
 
-def _is_watched(seen: AtenCall) -> bool:
-    """Does a replay only compare what left torch there with what was recorded?"""
+def _only_compares_content(seen: AtenCall) -> bool:
+    """True if a replay makes the call only to compare content with the recorded one."""
     return isinstance(seen.step, Guard) and seen.step.compares_content
 
 
 def _forward_alone(wanted: list[AtenCall], given: list[AtenCall]) -> Counter[OpSignature]:
-    """What is missed if the calls that gradients make are left out: a stretch that runs again hides none of them."""
+    """What is missing among the calls outside of gradients: a recomputed region must not make up for any of them."""
     forward = Counter(seen.signature for seen in wanted if not seen.in_gradient)
     nodes = Counter(s.signature for s in given if not (isinstance(s.step, Call) and s.step.through))
     return forward - nodes
 
 
 def _run_again(given: list[AtenCall]) -> Counter[OpSignature]:
-    """The calls of nodes that take a gradient by running a stretch of the program again."""
+    """The calls that inner gradients make by running a region of the program again."""
     at: defaultdict[str, Counter[OpSignature]] = defaultdict(Counter)
     gradients: dict[str, Call] = {}
     for seen in given:
@@ -468,20 +469,20 @@ def _run_again(given: list[AtenCall]) -> Counter[OpSignature]:
 
 
 def _gradients_of_gradients(given: list[AtenCall]) -> set[str]:
-    """The nodes that take a gradient through another one: that runs its own stretch beside theirs, and is
-    differentiated with it, so that steps of the backward come twice as well.
+    """The nodes that take a gradient through another inner gradient. That one runs its own region again and is
+    differentiated too, so steps of its backward pass occur twice as well.
     """
     through = {seen.step.name: seen.step.through for seen in given if isinstance(seen.step, Call) and seen.step.through}
     return {name for name, inner in through.items() if not through.keys().isdisjoint(inner)}
 
 
 def _reason(seen: AtenCall, of_gradients: set[str]) -> str:
-    """Why a replay may make this call where a plain forward does not; nothing if it may not."""
+    """Why a replay may make this call in addition; "" if it may not."""
     if not isinstance(seen.step, Call):
         return ""
     if seen.step.name in of_gradients:
         return AGAIN
-    if seen.step.meaning and all(meaning.device == "meta" for meaning in seen.step.meaning):
+    if seen.step.meaning and all(spec.device == "meta" for spec in seen.step.meaning):
         return META
     sort, reason = ADDED.get(seen.step.target.function, (None, ""))
     if seen.signature.sort is sort:
@@ -490,8 +491,8 @@ def _reason(seen: AtenCall, of_gradients: set[str]) -> str:
 
 
 def _in_other_modes(wanted: list[AtenCall], given: list[AtenCall]) -> Iterator[Finding]:
-    """Calls that are as many on both sides, but with gradients on where the other has them off. Guards and gradients
-    have modes of their own.
+    """Calls that are equally many on both sides, but with gradients on in one where they are off in the other. Guards
+    and inner gradients are excepted, since they have modes of their own.
     """
     mine = [seen for seen in given if isinstance(seen.step, Call) and not seen.step.through]
     theirs = [seen for seen in wanted if not seen.in_gradient]
@@ -509,7 +510,7 @@ def _in_other_modes(wanted: list[AtenCall], given: list[AtenCall]) -> Iterator[F
 
 
 def _first_otherwise(mine: list[AtenCall], theirs: list[AtenCall]) -> Call:
-    """The node of the first call that is in other modes than its like; both come in the order in which they ran."""
+    """The node of the first call whose mode differs; both lists are in execution order."""
     pairs = zip(mine, theirs, strict=True)
     found: Any = next(one.step for one, other in pairs if one.builds is not other.builds)
     return found
@@ -518,7 +519,7 @@ def _first_otherwise(mine: list[AtenCall], theirs: list[AtenCall]) -> Call:
 def _findings(
     left: Counter[OpSignature], those: list[AtenCall], others: list[AtenCall], fact: str
 ) -> Iterator[Finding]:
-    """What is left over, each with the lines from which one side called it oftener than the other."""
+    """The surplus calls, each at the lines from which one side made it more often than the other."""
     for signature in left:
         mine, theirs = ([seen for seen in calls if seen.signature == signature] for calls in (those, others))
         lines = Counter(seen.source for seen in mine)

@@ -1,7 +1,7 @@
-"""check: all laws of a program, and of a model and its program, as lists.
+"""The lists of laws, and the checks that go through them.
 
-In: a program under check; a model under check. Out: a CheckReport. Nothing of the program is changed, nor any
-generator. A new law is an entry of one of the lists here, or of `NODE_LAWS` if it is asked of each call by itself.
+In: a program or a model under test. Out: a CheckReport. Neither the program nor any random generator is changed. To
+add a law, add an entry to one of the lists here, or to `NODE_LAWS` if the law is about each call on its own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ T = TypeVar("T", ProgramUnderTest, ModelUnderTest)
 
 @frozen
 class Law(Generic[T]):
-    """What holds of everything that is right: a name, the sentence that it holds, and how it is asked."""
+    """A property of every correct program: its name, what it asserts, and the function that checks it."""
 
     name: str
     sentence: str
     ask: Callable[[T], LawResult]
 
     def result(self, subject: T) -> LawResult:
-        """What comes of asking it."""
+        """The result of checking it, under its name."""
         return self.ask(subject).of(self.name)
 
 
@@ -65,7 +65,7 @@ MODEL_LAWS: tuple[Law[ModelUnderTest], ...] = (
 
 
 def check(program: ProgramUnderTest) -> CheckReport:
-    """Ask every law of a program; of a graph that is not well formed no other can be asked."""
+    """Check every law of a program. If the graph is not well formed, the other laws are skipped."""
     require_sample(program.sample)
     graph = GRAPH.result(program)
     unasked = LawResult(skipped="the graph is not well formed")
@@ -74,12 +74,12 @@ def check(program: ProgramUnderTest) -> CheckReport:
 
 
 def with_model(model: ModelUnderTest, report: CheckReport) -> CheckReport:
-    """The report on its program with what plain forwards of the model say."""
+    """Add the laws that need plain forward passes of the model to the report on its program."""
     return report.and_(tuple([law.result(model) for law in MODEL_LAWS]))
 
 
 def require_sample(sample: float | None) -> None:
-    """Is it a number of nodes, or a share of them?"""
+    """Raise unless `sample` is None, a number of nodes, or a fraction of them."""
     is_number = isinstance(sample, (int, float)) and not isinstance(sample, bool)
     fits = is_number and (0 < sample <= 1 if isinstance(sample, float) else sample > 0)  # type: ignore[operator]
     if sample is not None and not fits:

@@ -1,13 +1,10 @@
-"""The same call with one thing changed among its arguments.
+"""Tests by perturbation that the value of a call depends on each of its arguments.
 
-In: a call. Out: calls that differ from it in one number or flag, or that read another value in one place. Whether they
-can be made is for who runs them to find out.
-
-Does every value that a call reads matter to what it gives?
-
-In: a call made ready, the values that it was recorded with. Out: for each value that it reads nothing, where nonsense
-in its place gives something else; else the reason why nothing could be seen, proved where that can be; or that there is
-none, which is a breach. A custom `autograd.Function` may hand on one argument and read another in its backward alone.
+In: a call, the values that it was recorded with, one argument. Out: None if some perturbation of the argument changes
+the value. Else an Undetected with the reason why none can, which is proved where possible: in `x * mask` with a mask of
+zeros, perturbing `x` changes nothing, but it does once the mask is perturbed too, so the mask hides `x`. An Undetected
+without a reason is a violation. Other proofs change a number among the arguments, the draw, one of several occurrences
+of the argument, or look at the backward pass of a custom `autograd.Function`.
 """
 
 from __future__ import annotations
@@ -31,13 +28,13 @@ from .run_node import Given, NodeRunner, drawing_otherwise, ready
 
 
 def otherwise(node: Call) -> Iterator[Call]:
-    """Calls that have another number, or the other flag, in one place."""
+    """The call with one number or flag among its arguments changed, in every way that is tried."""
     for place, leaf in enumerate(leaves(node.trees)):
         yield from (remade(node, partial(_at, numbered(), place, other)) for other in _others(leaf))
 
 
 def reading_elsewhere(node: Call, parent: Ref, other: Ref) -> Iterator[Call]:
-    """Calls that read another value in one of several places where this one reads the parent."""
+    """The call with one of several occurrences of `parent` replaced by `other`."""
     count = node.refs.count(parent)
     for place in range(count if count > 1 else 0):
         change = partial(_instead, parent, other, place, iter(range(count)))
@@ -55,7 +52,7 @@ def _instead(parent: Ref, other: Ref, place: int, turns: Iterator[int], leaf: An
 
 
 def _writing_elsewhere(node: Write, base: int, other: Ref) -> Iterator[Call]:
-    """For `x -= x`: what is written is also read, as another view of the same memory."""
+    """For `x -= x`, which reads the storage that it writes through another view: read `other` there."""
     bases, args = node.arguments.bases, node.arguments.args
     for place, arg in enumerate(args[1:], 1):
         if (view := node.view(arg)) is not None and view.base == base:
@@ -64,7 +61,7 @@ def _writing_elsewhere(node: Write, base: int, other: Ref) -> Iterator[Call]:
 
 
 def _reading_apart(node: Write, target: int, other: Ref) -> Iterator[Call]:
-    """For `x -= x` on a view that is a tensor of its own by now: what is written is also read, as another such."""
+    """For `x -= x` on a detached view, which is both written and read: read `other` there."""
     args, targets, values = node.arguments.args, node.arguments.targets, node.arguments.values
     for place, arg in enumerate(args[1:], 1):
         if arg == packed(Nth(target)):
@@ -92,7 +89,7 @@ UNREAD = "no nonsense in its place changes the value: nothing depends on it"
 
 @frozen(eq=False)
 class Unseen:
-    """Nonsense in one place changed nothing. `reason` is why that is right; where there is none it is a breach."""
+    """No perturbation of `parent` changed the value. `reason` says why that is right; "" is a violation."""
 
     parent: Ref
     reason: str
@@ -100,34 +97,34 @@ class Unseen:
 
 @frozen(eq=False)
 class Trial:
-    """A call with the values that it was recorded with."""
+    """A call, its recorded arguments and its recorded value."""
 
-    alone: NodeRunner
+    runner: NodeRunner
     given: Given
     value: Mapping[Ref, Any]
     draws: Draws
     problems: list[Exception] = field(factory=list)
 
     def changes(self, others: Given) -> bool | None:
-        """Do other values in some places give another value? None where the call cannot be made on them."""
+        """Whether the value changes if some arguments are replaced; None if the call raises on them."""
         try:
-            made = self.alone({**self.given, **others})
-            return any(not same(made[ref], self.value[ref], zeros=True) for ref in self.alone.gives)
+            made = self.runner({**self.given, **others})
+            return any(not same(made[ref], self.value[ref], zeros=True) for ref in self.runner.gives)
         except Exception as error:
             self.problems.append(error)
             return None
 
     def moved(self, others: Given) -> Trial | None:
-        """The same call on other values in some places."""
+        """The trial with some arguments replaced and the value recomputed; None if the call raises on them."""
         given = {**self.given, **others}
         try:
-            return evolve(self, given=given, value=self.alone(given), problems=[])
+            return evolve(self, given=given, value=self.runner(given), problems=[])
         except Exception:
             return None
 
 
 def unseen(trial: Trial, parent: Ref) -> Unseen | None:
-    """Why nonsense in the place of a value that a call reads changes nothing; None where it does, as it should."""
+    """Perturb one argument of a call. None if the value changes, as it should; else why it does not."""
     value = trial.given[parent]
     if value.is_meta:
         return Unseen(parent, "it has no content")
@@ -135,64 +132,57 @@ def unseen(trial: Trial, parent: Ref) -> Unseen | None:
         return Unseen(parent, "it has no elements")
     if all(made.is_meta for made in trial.value.values() if isinstance(made, torch.Tensor)):
         return Unseen(parent, "the value has no content")
-    if trusts(trial.alone.node, value):
-        return Unseen(parent, "integers that the call takes for places in memory, unchecked")
+    if trusts(trial.runner.node, value):
+        return Unseen(parent, "integers that the call uses as unchecked memory offsets")
     outcomes = []
-    for made in _nonsense(trial, parent):
+    for made in _perturbations(trial, parent):
         outcomes.append(trial.changes({parent: made}))
         if outcomes[-1]:
             return None
         if outcomes[-1] is False and same(made, value):
-            outcomes.pop()  # that was no other value
+            outcomes.pop()  # that was the same value
     return Unseen(parent, _reason(trial, parent, outcomes))
 
 
 def _reason(trial: Trial, parent: Ref, outcomes: list[bool | None]) -> str:
-    """Why it is right that nothing was seen; "" where nobody knows."""
+    """Why it is right that no perturbation changed the value; "" if no reason is found."""
     if not outcomes:
         return "no other value of its kind could be made"
-    if reason := known_reason(trial.alone.node, parent, trial.value, trial.given):
+    if reason := known_reason(trial.runner.node, parent, trial.value, trial.given):
         return reason
     if all(outcome is None for outcome in outcomes):
         return f"on other values it raises {type(trial.problems[0]).__name__}"
     if not all(_has_elements(value) for value in trial.given.values()):
         return "another argument has no elements"
-    return _hidden(trial, parent)
+    return _hidden_by(trial, parent)
 
 
-def _nonsense(trial: Trial, parent: Ref) -> Iterator[torch.Tensor]:
-    value, node = trial.given[parent], trial.alone.node
+def _perturbations(trial: Trial, parent: Ref) -> Iterator[torch.Tensor]:
+    value, node = trial.given[parent], trial.runner.node
     yield from others_than(value, wide=node.target.name.startswith("torch."))
     yield from hinted(value, _hints(trial, parent))
-    if _answers(trial) or "nan" in node.target.short:
+    is_comparison = any(isinstance(made, torch.Tensor) and made.dtype == torch.bool for made in trial.value.values())
+    if is_comparison or "nan" in node.target.short:
         yield from specials(value)
 
 
 def _hints(trial: Trial, parent: Ref) -> Iterator[Any]:
-    """Numbers and tensors that may matter: those that the call reads, and some so large that they outweigh the rest."""
-    node = trial.alone.node
+    """Numbers and tensors that the call may compare with: its other arguments, and some that outweigh all of them."""
+    node = trial.runner.node
     numbers = [leaf for leaf in leaves(node.trees) if type(leaf) in (int, float)]
     is_float = trial.given[parent].is_floating_point() or trial.given[parent].is_complex()
-    numbers = [number for number in (0, 1, *numbers, -1) if number >= 0 or is_float or _compares(node)]  # no index
+    takes_negative = is_float or info(node.target).has(Quirk.COMPARES)  # else it may be an index
+    numbers = [number for number in (0, 1, *numbers, -1) if number >= 0 or takes_negative]
     yield from dict.fromkeys(numbers)
-    yield from [trial.given[ref] for ref in trial.alone.reads if ref != parent]
+    yield from [trial.given[ref] for ref in trial.runner.reads if ref != parent]
     if not is_float:
         return
     sizes = [_size(made) for made in (*trial.value.values(), *trial.given.values())]
     yield from (10.0 * max(sizes), -1e4 * max(sizes))
 
 
-def _answers(trial: Trial) -> bool:
-    """Does the call compare?"""
-    return any(isinstance(made, torch.Tensor) and made.dtype == torch.bool for made in trial.value.values())
-
-
-def _compares(node: Call) -> bool:
-    return info(node.target).has(Quirk.COMPARES)
-
-
 def _size(made: Any) -> float:
-    """The largest finite number of a tensor."""
+    """The largest finite magnitude in a tensor."""
     is_plain = isinstance(made, torch.Tensor) and made.dtype in _FLOATS and made.layout is torch.strided
     if not is_plain or made.is_nested or made.is_meta or not made.numel():
         return 0.0
@@ -202,36 +192,36 @@ def _size(made: Any) -> float:
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _hidden(trial: Trial, parent: Ref) -> str:
-    """What hides it: with something else in that place, nonsense for the parent is noticed. "" where nothing does."""
-    beside = [ref for ref in trial.alone.reads if ref != parent and _can_vary(trial.given[ref])]
-    for refs in ([ref] for ref in beside):
-        if _is_noticed(trial, parent, refs):
-            return _words(trial.given[refs[0]])
-    if len(beside) > 1 and _is_noticed(trial, parent, beside):
-        return "hidden by what else the call reads, taken together"
+def _hidden_by(trial: Trial, parent: Ref) -> str:
+    """What hides the argument: once that is perturbed, a perturbation of `parent` is noticed. "" if nothing does."""
+    beside = [ref for ref in trial.runner.reads if ref != parent and _can_vary(trial.given[ref])]
+    for ref in beside:
+        if _is_noticed(_perturbed_too(trial, [ref]), parent):
+            return _hidden_by_content(trial.given[ref])
+    if len(beside) > 1 and _is_noticed(_perturbed_too(trial, beside), parent):
+        return "hidden by the other arguments together"
     if _is_noticed_in_one_place(trial, parent):
         return "read in several places, which cancel out, as in x - x"
-    if _is_noticed_with_other_draws(trial, parent):
+    if _is_noticed(_with_other_draws(trial), parent):
         return "hidden by the recorded draw"
-    if _is_noticed_with_other_literals(trial, parent):
+    if _is_noticed(_with_other_literals(trial), parent):
         return "hidden by a number among the arguments, as in x * 0"
-    if is_read_backward(trial.alone.node, trial.draws, trial.given, parent, _nonsense(trial, parent)):
-        return "read in the backward of a custom function alone"
-    if is_foreign(trial.alone.node):
-        return "taken by code that is not torch's, which does not read it"
-    if is_given_to_torch(trial.alone.node, parent):
-        return "torch's own kernel makes nothing of its numbers"
+    if is_read_backward(trial.runner.node, trial.draws, trial.given, parent, _perturbations(trial, parent)):
+        return "read only in the backward of a custom function"
+    if is_foreign(trial.runner.node):
+        return "passed to code outside of torch, which ignores it"
+    if is_given_to_torch(trial.runner.node, parent):
+        return "torch's own kernel ignores its values"
     return ""
 
 
 def _is_noticed_in_one_place(trial: Trial, parent: Ref) -> bool:
-    """Is nonsense noticed in one of several places where the call reads the parent?"""
+    """True if perturbing a single one of several occurrences of `parent` is noticed."""
     other = Ref("in_one_place")
-    for node in reading_elsewhere(trial.alone.node, parent, other):
+    for node in reading_elsewhere(trial.runner.node, parent, other):
         given = {**trial.given, other: trial.given[parent]}
-        moved = evolve(trial, alone=ready(node, trial.draws), given=given)
-        if any(moved.changes({other: made}) for made in _nonsense(trial, parent)):
+        moved = evolve(trial, runner=ready(node, trial.draws), given=given)
+        if any(moved.changes({other: made}) for made in _perturbations(trial, parent)):
             return True
     return False
 
@@ -244,58 +234,49 @@ def _has_elements(value: torch.Tensor) -> bool:
     return value.is_nested or bool(value.numel())
 
 
-def _words(value: torch.Tensor) -> str:
+def _hidden_by_content(value: torch.Tensor) -> str:
     if value.dtype == torch.bool:
         return "hidden by a mask, which is another argument"
     if value.layout is torch.strided and not value.is_nested and not value.is_quantized and not value.any():
         return "hidden by zeros in another argument"
-    return "hidden by what another argument holds"
+    return "hidden by the content of another argument"
 
 
-def _is_noticed(trial: Trial, parent: Ref, beside: list[Ref]) -> bool:
-    """Is nonsense for the parent noticed where others hold nonsense too?"""
+def _perturbed_too(trial: Trial, beside: list[Ref]) -> Iterator[Trial | None]:
+    """The trial with the arguments `beside` perturbed, each stream of perturbations in step."""
     streams = [_beside(trial.given[ref]) for ref in beside]
-    for several in zip(*streams, strict=False):
-        moved = trial.moved(dict(zip(beside, several, strict=True)))
-        if moved is not None and _changes_there(moved, parent):
-            return True
-    return False
+    return (trial.moved(dict(zip(beside, several, strict=True))) for several in zip(*streams, strict=False))
 
 
 def _beside(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Nonsense for what may hide another value. Zeros and ones hide nothing by their size."""
+    """Perturbations of an argument that may hide another; zeros and ones hide nothing by their size."""
     yield from others_than(value)
     yield from hinted(value, (0, 1))
 
 
-def _changes_there(trial: Trial, parent: Ref) -> bool:
-    return any(trial.changes({parent: made}) for made in _nonsense(trial, parent))
+def _with_other_draws(trial: Trial) -> Iterator[Trial | None]:
+    node = trial.runner.node
+    seeds = range(8) if node.draws is not None else ()
+    return (evolve(trial, runner=drawing_otherwise(node, trial.draws, seed)).moved({}) for seed in seeds)
 
 
-def _is_noticed_with_other_draws(trial: Trial, parent: Ref) -> bool:
-    node = trial.alone.node
-    if node.draws is None:
-        return False
-    for seed in range(8):
-        moved = evolve(trial, alone=drawing_otherwise(node, trial.draws, seed)).moved({})
-        if moved is not None and _changes_there(moved, parent):
-            return True
-    return False
+def _with_other_literals(trial: Trial) -> Iterator[Trial | None]:
+    return (evolve(trial, runner=ready(node, trial.draws)).moved({}) for node in otherwise(trial.runner.node))
 
 
-def _is_noticed_with_other_literals(trial: Trial, parent: Ref) -> bool:
-    for node in otherwise(trial.alone.node):
-        moved = evolve(trial, alone=ready(node, trial.draws)).moved({})
-        if moved is not None and _changes_there(moved, parent):
-            return True
-    return False
+def _is_noticed(trials: Iterable[Trial | None], parent: Ref) -> bool:
+    """True if perturbing `parent` changes the value in one of these trials."""
+    return any(
+        trial is not None and any(trial.changes({parent: made}) for made in _perturbations(trial, parent))
+        for trial in trials
+    )
 
 
 Gradients = dict[Ref, torch.Tensor | None]
 
 
 def is_foreign(node: Call) -> bool:
-    """Is it a call of code that is not torch's: of a custom function, or of an operator of another library?"""
+    """True for custom autograd Functions and for operators of other libraries."""
     name = node.target.name
     return is_custom(node) or (name.startswith("torch.ops.") and not name.startswith(_OWN_OPERATORS))
 
@@ -304,7 +285,7 @@ _OWN_OPERATORS = ("torch.ops.aten.", "torch.ops.prims.", "torch.ops.quantized.")
 
 
 def is_custom(node: Call) -> bool:
-    """Is it a call of a custom function, which has a backward of its own?"""
+    """True for calls of a custom autograd Function."""
     owner = getattr(node.target.function, "__self__", None)
     return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
@@ -312,7 +293,7 @@ def is_custom(node: Call) -> bool:
 def is_read_backward(
     node: Call, draws: Mapping[str, torch.Tensor], given: Given, parent: Ref, others: Iterable[torch.Tensor]
 ) -> bool:
-    """Is a value that its forward does not show read in its backward?"""
+    """True if the backward pass of a custom Function depends on an argument that its forward ignores."""
     if not is_custom(node):
         return False
     recorded = _gradients(node, draws, given)
@@ -324,27 +305,21 @@ def is_read_backward(
 
 
 def _gradients(node: Call, draws: Mapping[str, torch.Tensor], given: Given) -> Gradients:
-    """The gradients of the sum of what it gives, at all that it reads; none where it cannot be made on these values."""
+    """The gradients of the sum of its values at all its arguments; {} if the call raises on these arguments."""
     numbers = {ref: value for ref, value in given.items() if value.is_floating_point() or value.is_complex()}
     try:
         with torch.inference_mode(False), torch.enable_grad():
             leaves = {ref: value.detach().clone().requires_grad_() for ref, value in numbers.items()}
             context = evolve(node.context, grad=True, inference=False)
             made = ready(evolve(node, context=context), draws)({**given, **leaves})
-            ends = [end.sum().abs() if end.is_complex() else end.sum() for end in _differentiable(made.values())]
+            roots = [one for one in made.values() if isinstance(one, torch.Tensor) and one.requires_grad]
+            ends = [root.sum().abs() if root.is_complex() else root.sum() for root in roots]
             found = torch.autograd.grad(ends, list(leaves.values()), allow_unused=True)
     except Exception:
         return {}
     return dict(zip(leaves, found, strict=True))
 
 
-def _differentiable(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
-
-
 def _agree(one: Gradients, other: Gradients) -> bool:
-    return all((one[ref] is other[ref]) or _equal(one[ref], other[ref]) for ref in one if ref in other)
-
-
-def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is not None and other is not None and same(one, other)
+    pairs = [(one[ref], other[ref]) for ref in one if ref in other]
+    return all(a is b or (a is not None and b is not None and same(a, b)) for a, b in pairs)

@@ -1,8 +1,8 @@
-"""What plain forward hooks see is what the program has recorded: an independent witness.
+"""The law that plain forward hooks see what the program has recorded.
 
-In: a captured model. Out: a LawResult. Hooks stand on every module while the model runs plainly, and compare each
-call's output on the spot with the recorded value of that call; nothing is kept. The model's own output is compared too,
-and what it holds before and after. The hooks are taken away whatever happens.
+In: a captured model. Out: a LawResult. While the model runs plainly, a hook on every module compares the output of each
+call with the recorded one at once; nothing is kept. The model's own output, its inputs, and its parameters and buffers
+before and after are compared too. The hooks are always removed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ ModuleCall = tuple[str, int]  # the address of a module, and which call of it
 
 
 def witness(subject: ModelUnderTest) -> LawResult:
-    """The outputs of all module calls, of the model itself and what it wrote: of a plain forward, and as recorded."""
+    """Compare a plain forward with the record: outputs of module calls, the model's output, and its state."""
     subject.begin()
-    origins = Provenance(subject.model)  # with its modules where they stood: a forward may give them other places
+    origins = Provenance(subject.model)  # before the forward, which may move modules
     names = addresses(origins.table)
     hooks = _Hooks(subject.record, {number: name for number, name in names.items() if number not in origins.wrapped})
     beginning = [*wrong_beginning(subject, origins)]
     output = subject.forward(open_layers(), hooks.on(origins.modules))
     graph = subject.record.graph
-    fact, far = unlike(output, graph.output, subject.record.value)
+    fact, distance = unlike(output, graph.output, subject.record.value)
     failures = [*beginning, *hooks.failures, *_missing(hooks, graph), *wrong_ending(subject, origins)]
     if fact:
-        failures.append(Finding("", f"the output of a plain forward is {fact}", difference=far))
-    if failures and subject.is_unsteady:
+        failures.append(Finding("", f"the output of a plain forward is {fact}", difference=distance))
+    if failures and subject.is_nondeterministic:
         failures, hooks.special = [], [Finding("", UNSTEADY)]
     return LawResult(
         asked=hooks.compared,
@@ -61,15 +61,15 @@ def witness(subject: ModelUnderTest) -> LawResult:
 
 @define(eq=False)
 class _Hooks:
-    """The hooks of one forward, and what they saw."""
+    """The hooks of one forward, and their findings."""
 
     record: Record
     names: dict[int, str]
-    expected: defaultdict[ModuleCall, list[tuple[Scope, Any]]] = field(
-        init=False
-    )  # in the order in which they returned
+    expected: defaultdict[ModuleCall, list[tuple[Scope, Any]]] = field(init=False)  # in order of return
     counts: Counter[int] = field(factory=Counter)
-    running: list[tuple[int, ModuleCall, Any]] = field(factory=list)  # module, call, and what was being handled then
+    running: list[tuple[int, ModuleCall, Any]] = field(
+        factory=list
+    )  # module, call, and the exception that was being handled then
     seen: set[ModuleCall] = field(factory=set)
     hooked: set[str] = field(factory=set)
     compared: int = 0
@@ -83,10 +83,10 @@ class _Hooks:
 
     @contextmanager
     def on(self, modules: list[nn.Module]) -> Iterator[None]:
-        """Within, every module tells of its calls; the model itself need not, for its output is the program's."""
+        """Within, every module reports its calls; the model itself needs no hook, for its output is the program's."""
 
-        def begins(module: nn.Module, args: Any) -> None:  # functions, which a copy of the module shares
-            if id(module) in last:  # behind those that the forward itself has put there: what they give is handed on
+        def begins(module: nn.Module, args: Any) -> None:  # a function: a deep copy of the module shares it
+            if id(module) in last:  # after the hooks that the forward registers, to see what the module hands on
                 last.pop(id(module)).remove()
                 put_last(module)
             self.begins(module)
@@ -114,18 +114,18 @@ class _Hooks:
     def begins(self, module: nn.Module) -> None:
         """A module call begins."""
         if id(module) not in self.names or is_within_gradient():
-            return  # a copy that the model made of a hooked module, or one that is called again for a gradient
+            return  # a copy of a hooked module, or a recomputation for a gradient
         self.counts[id(module)] += 1
         call = (self.names[id(module)], self.counts[id(module)])
         self.running.append((id(module), call, sys.exc_info()[1]))
 
     def has_failed(self, module: nn.Module) -> bool:
-        """Is a hook told of a call because it raised?"""
+        """True if an always-called hook runs because the call raised."""
         known = [handled for number, _, handled in self.running if number == id(module)]
         return bool(known) and sys.exc_info()[1] is not known[-1]
 
     def fails(self, module: nn.Module) -> None:
-        """A module call raised. Where nothing had been computed in it, the next call has its number."""
+        """A module call raised. If it had computed nothing, the next call takes its number, as in a capture."""
         while self.running and self.running[-1][0] != id(module):
             self.running.pop()
         call = self.running.pop()[1]
@@ -133,7 +133,7 @@ class _Hooks:
             self.counts[id(module)] -= 1
 
     def ends(self, module: nn.Module, output: Any) -> None:
-        """A module call gave its output."""
+        """A module call returned its output."""
         if id(module) not in self.names or is_within_gradient():
             return
         while self.running and self.running[-1][0] != id(module):
@@ -147,18 +147,18 @@ class _Hooks:
             self.compare(call, output)
 
     def compare(self, call: ModuleCall, output: Any) -> None:
-        """The output of a call next to the recorded one."""
+        """Compare the output of a call with the recorded one."""
         scope, tree = self.expected[call].pop(0)
-        fact, apart = unlike(output, tree, self.record.value)
+        fact, distance = unlike(output, tree, self.record.value)
         self.compared += 1
         if fact:
             node = next((leaf.node for leaf in leaves(tree) if isinstance(leaf, Ref)), "")
-            finding = Finding(node, f"the output of {_label(call)} is {fact}", scope.source, difference=apart)
+            finding = Finding(node, f"the output of {_label(call)} is {fact}", scope.source, difference=distance)
             self.failures.append(finding)
 
 
 def _missing(hooks: _Hooks, graph: Graph) -> Iterator[Finding]:
-    """Module calls that the program has, and that no hook saw."""
+    """Module calls of the program that no hook saw."""
     for scope, _ in graph.module_outputs:
         call = (scope.address, scope.call)
         if call in hooks.seen:
@@ -179,11 +179,11 @@ Holdings = dict[str, tuple[str, torch.Tensor]]  # by address: "parameter" or "bu
 
 
 def wrong_beginning(subject: ModelUnderTest, origins: Provenance) -> Iterator[Finding]:
-    """Inputs and state that the program reads, and that are not what it says."""
+    """Inputs and state that differ from the recorded ones before the forward."""
     record = subject.record
-    fact, far = unlike((subject.args, subject.kwargs), record.graph.inputs, record.value)
+    fact, distance = unlike((subject.args, subject.kwargs), record.graph.inputs, record.value)
     if fact:
-        yield Finding("", f"the inputs are recorded otherwise than they were given: {fact}", difference=far)
+        yield Finding("", f"the inputs are recorded otherwise than they were given: {fact}", difference=distance)
     held = _held(origins)
     names: defaultdict[int, set[str]] = defaultdict(set)
     for address, (_, tensor) in held.items():
@@ -207,7 +207,7 @@ def _wrong_state(subject: ModelUnderTest, node: State, held: Holdings, names: di
 
 
 def wrong_ending(subject: ModelUnderTest, origins: Provenance) -> Iterator[Finding]:
-    """Parameters and buffers in which a plain forward left something else than the program says."""
+    """Parameters and buffers that differ from the recorded ones after a plain forward."""
     record = subject.record
     held = {
         f"{a}.{key}".lstrip("."): tensor for a, (_, has) in origins.tree_now().items() for key, tensor in has.items()
@@ -226,7 +226,7 @@ def wrong_ending(subject: ModelUnderTest, origins: Provenance) -> Iterator[Findi
 
 
 def _defined(graph: Graph, ref: Ref, now: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of two tensors, what is defined of them: memory that was only asked for holds anything in a plain forward."""
+    """The defined elements of two tensors: memory from `torch.empty` or a resize holds anything in a plain forward."""
     node = graph[ref.node]
     if not isinstance(node, Call) or node.target.function not in (blank, resized) or now.shape != wanted.shape:
         return now, wanted
@@ -238,7 +238,7 @@ def _defined(graph: Graph, ref: Ref, now: torch.Tensor, wanted: torch.Tensor) ->
 
 
 def _ends(graph: Graph) -> dict[str, Ref]:
-    """What each piece of state holds at the end: its own value, or what the model wrote."""
+    """The final value of each piece of state: its own, or what the model wrote."""
     nodes = [node for node in graph.state_nodes if node.kind != "attribute"]
     ends = {address: Ref(node.name) for node in nodes for address in (node.address, *node.aliases)}
     written = dict(graph.changes)
@@ -249,7 +249,7 @@ def _ends(graph: Graph) -> dict[str, Ref]:
 
 
 def _held(origins: Provenance) -> Holdings:
-    """Every parameter and buffer that the model has now, by each of its addresses."""
+    """Every parameter and buffer that the model holds now, by each of its addresses."""
     first = addresses(origins.table)
     further = other_addresses(origins.table, first)
     found: Holdings = {}
@@ -262,7 +262,7 @@ def _held(origins: Provenance) -> Holdings:
 
 
 def _agree(now: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Equal to the bit. Most parameters lie in the recorded memory itself, and there is nothing to compare."""
+    """Bitwise equal. Most parameters still are the recorded memory, which needs no comparison."""
     plain = type(now) in (torch.Tensor, torch.nn.Parameter) and now.layout is wanted.layout is torch.strided
     if plain and not now.is_nested and not now.is_quantized and now.device == wanted.device and not now.is_meta:
         is_same = now.data_ptr() == wanted.data_ptr() and now.dtype == wanted.dtype and now.shape == wanted.shape

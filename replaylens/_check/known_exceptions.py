@@ -1,8 +1,7 @@
-"""Why a value that a call reads may rightly not matter to what it gives.
+"""Known reasons why the value of a call does not depend on one of its arguments.
 
-In: a call that gives the same with any nonsense in one place. Out: the reason, in words, where the kind of call tells
-it; "" where it does not. A reason is only asked for when nothing else was seen, so it can hide no value that
-matters.
+In: a call whose value no perturbation of one argument changed. Out: the reason in words if the kind of call explains
+it; else "". It is consulted only after every perturbation went unnoticed, so it cannot hide an argument that matters.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SHAPE = "only its shape and type are read"
 
 
 def trusts(node: Call, value: torch.Tensor) -> bool:
-    """Does a call read integers as places in memory, unchecked? Nonsense there could bring the process down."""
+    """True if the call may use integers as unchecked offsets, so that perturbing them could crash the process."""
     if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
         return False
     function = original_call(node).target
@@ -37,17 +36,17 @@ def trusts(node: Call, value: torch.Tensor) -> bool:
 
 
 def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mapping[Ref, torch.Tensor]) -> str:
-    """Why this value need not matter to a call of this kind."""
+    """Why the value of a call of this kind does not depend on this argument; "" if there is no known reason."""
     if not any(_has_numbers(made) for made in value.values()):
         return "the value has no elements"
     function, args, _ = original_call(node)
     op = info(function)
     if node.edits is not None or is_act(function.function):
-        return "a patch puts another value in its place"
+        return "a patch replaces it"
     if op.name == "_new_zeros_with_same_feature_meta":
         return _SHAPE
     if isinstance(node, InnerGradient):
-        return "a gradient that is the same wherever it is taken"
+        return "a gradient that is constant"
     if function.function is standing and _stands(args[:1], parent):
         return "only its place among the gradients is used"
     if isinstance(node, Write):
@@ -58,14 +57,14 @@ def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mappi
     if op.has(Quirk.OVERWRITES) and _stands(args[:1], parent):
         return "all of it is overwritten"
     if (op.has(Quirk.SHARE) and _is_of_one(value)) or (op.has(Quirk.ATTENTION) and _weighs_one(node, parent, given)):
-        return "a share of one thing, which is always the same"
+        return "a share of a single element, which is constant"
     return ""
 
 
 def is_given_to_torch(node: Call, parent: Ref) -> bool:
-    """Does the value stand among the arguments of one of torch's compiled operations, as the model itself called it?
+    """True if the model itself passed the value to one of torch's compiled operations.
 
-    Such a call holds nothing that a capture could have put in the place of the value.
+    A capture cannot have put anything in the place of an argument of such a call.
     """
     function, args, kwargs = original_call(node)
     called = function.function
@@ -95,14 +94,14 @@ def _has_numbers(made: Any) -> bool:
 
 
 def _weighs_one(node: Call, parent: Ref, given: Mapping[Ref, torch.Tensor]) -> bool:
-    """Is there a single key to attend to? Then all weight is on it, whatever query, key and mask are."""
+    """True if attention has a single key: then all weight is on it, whatever query, key and mask are."""
     op, kwargs = info(node.target), dict(node.kwargs)
     key, value = (op.given(word, node.args, kwargs) for word in ("key", "value"))
     return type(key) is Ref and given[key].shape[-2] == 1 and parent != value
 
 
 def _is_of_one(value: Mapping[Ref, Any]) -> bool:
-    """Does the call give a constant, as a share of a single thing is?"""
+    """True if some value of the call is constant, as a softmax over one element is."""
     return any(isinstance(made, torch.Tensor) and _is_constant(made) for made in value.values())
 
 

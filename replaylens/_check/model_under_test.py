@@ -1,7 +1,7 @@
-"""A model under check: captured once, then run plainly from where the capture began, as often as is asked.
+"""A model under test: captured once, then run plainly from the same starting state as often as needed.
 
-In: a model and its inputs. Out: the record of its forward, and plain forwards that begin where it began: parameters,
-buffers, inputs, attributes and generators are put back before each, and when all is over.
+In: a model and its inputs. Out: the record of its forward, and plain forwards. Parameters, buffers, inputs, attributes
+and generators are restored before each of them and at the end.
 """
 
 from __future__ import annotations
@@ -41,67 +41,67 @@ from .._replay.record import Record, Versions
 from .output_comparison import apart, copied
 
 T = TypeVar("T")
-UNSTEADY = "the model gives another output each time: it reads what lies outside of it, a clock or a counter"
+UNSTEADY = "the model gives another output each time: it reads something outside of it, such as a clock or a counter"
 
 
 @frozen(eq=False)
 class ModelUnderTest:
-    """A captured model. `record` outlives what further forwards do to the model's own tensors."""
+    """A captured model. `record` survives what further forwards do to the model's tensors."""
 
     model: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     captured: Captured
     record: Record
-    belongings: ModelState
+    model_state: ModelState
 
     def begin(self) -> None:
-        """The model, its inputs and the generators as they were when the capture began, its hooks included."""
-        self.belongings.put_back()
+        """Restore the model, its inputs, hooks and the generators to the state in which the capture began."""
+        self.model_state.put_back()
         put_back(self.captured.recording, self.captured.beginning)
-        torch.clear_autocast_cache()  # of casts of what an earlier forward wrote
+        torch.clear_autocast_cache()  # it may hold casts of what an earlier forward wrote
 
     def forward(self, *around: AbstractContextManager[Any], given: Any = None) -> Any:
-        """What the model gives when it is run plainly, from where the capture began; on `given` (args, kwargs)."""
+        """Run the model plainly from the state in which the capture began, optionally on other (args, kwargs)."""
         args, kwargs = given or (self.args, self.kwargs)
         self.begin()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
-            branches = _OpenBranches() if self.captured.recording.took_branch else nullcontext()
-            for context in (_same_world(), eager_compiler(), deeper_stack(), branches, *around):
+            branches = _PlainCond() if self.captured.recording.took_branch else nullcontext()
+            for context in (_restored_switches(), eager_compiler(), deeper_stack(), branches, *around):
                 stack.enter_context(context)
             return self.model(*args, **kwargs)
 
     @property
-    def is_unsteady(self) -> bool:
-        """Do two plain forwards from the same beginning give different outputs?"""
+    def is_nondeterministic(self) -> bool:
+        """True if two plain forwards from the same starting state give different outputs."""
         first = copied(self.forward(open_layers()))
         return apart(first, self.forward(open_layers()))
 
     def again(self) -> ModelUnderTest:
-        """The same model, captured once more: what its first forward left outside of it is there already."""
+        """The model captured a second time, when caches outside of it are already filled."""
         self.begin()
-        return _captured(self.model, self.args, self.kwargs, self.belongings)
+        return _captured(self.model, self.args, self.kwargs, self.model_state)
 
     @property
-    def lone_inputs(self) -> frozenset[str]:
-        """The inputs that share their memory with nothing else that the model reads, and on which Python code has hung
-        nothing: they alone can be exchanged.
+    def replaceable_inputs(self) -> frozenset[str]:
+        """The inputs that can be replaced: those that share no memory with anything else the model reads, and that
+        carry no Python attributes.
         """
         sources = [source for source in self.captured.recording.records if isinstance(source, SourceRecord)]
         held_by_model = {
             id(tensor): tensor for module in Provenance(self.model).modules for tensor in _tensors_of(module)
         }
         objects = held_by_model | {id(source.tensor): source.tensor for source in sources}
-        memory = Counter(_memory_of(tensor) for tensor in objects.values())
+        memory = Counter(_storage_of(tensor) for tensor in objects.values())
         nodes = zip(self.captured.recording.records, self.record.graph.nodes, strict=True)
         inputs = [(s.tensor, node.name) for s, node in nodes if isinstance(s, SourceRecord) and s.kind == "input"]
-        return frozenset([name for tensor, name in inputs if memory[_memory_of(tensor)] == 1 and not vars(tensor)])
+        return frozenset([name for tensor, name in inputs if memory[_storage_of(tensor)] == 1 and not vars(tensor)])
 
 
 def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[ModelUnderTest], T]) -> T:
-    """What some work gives with a model that is captured for it. Afterwards the model, its inputs and the generators
-    are as they were; no other thread runs it meanwhile.
+    """Call `work` with the captured model. Afterwards the model, its inputs and the generators are as before; no other
+    thread runs the model meanwhile.
     """
     require_supported(model)
     require_no_iterators(args, kwargs)
@@ -109,32 +109,32 @@ def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work:
 
 
 def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[[ModelUnderTest], T]) -> T:
-    belongings = ModelState(Provenance(model).modules, (args, kwargs))
+    model_state = ModelState(Provenance(model).modules, (args, kwargs))
     subject, world = None, World()
     begun: list[tuple[Recording, ForwardState]] = []
     try:
         try:
-            turn.undo = lambda: _leave(subject, belongings, begun, world)
-            with _same_world():
-                subject = _captured(model, args, kwargs, belongings, begun.append)
+            turn.undo = lambda: _restore(subject, model_state, begun, world)
+            with _restored_switches():
+                subject = _captured(model, args, kwargs, model_state, begun.append)
             return work(subject)
         finally:
-            _leave(subject, belongings, begun, world)
-    finally:  # again: an interrupt may have come before, or in it
-        surely(lambda: _leave(subject, belongings, begun, world))
+            _restore(subject, model_state, begun, world)
+    finally:  # again: an interrupt may have come before it or during it
+        surely(lambda: _restore(subject, model_state, begun, world))
 
 
-def _leave(
-    subject: ModelUnderTest | None, belongings: ModelState, begun: list[tuple[Recording, ForwardState]], world: World
+def _restore(
+    subject: ModelUnderTest | None, model_state: ModelState, begun: list[tuple[Recording, ForwardState]], world: World
 ) -> None:
     world.put_back()
     if subject is not None:
         subject.begin()
-    else:  # no look came to its end
+    else:  # the capture did not finish
         for recording, beginning in reversed(begun):
             put_back(recording, beginning)
-    belongings.put_back()
-    belongings.put_generators_back()
+    model_state.put_back()
+    model_state.put_generators_back()
     world.put_back()
 
 
@@ -142,37 +142,39 @@ def _captured(
     model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    belongings: ModelState,
+    model_state: ModelState,
     begun: Callable[[tuple[Recording, ForwardState]], None] | None = None,
 ) -> ModelUnderTest:
     def undo(recording: Recording, beginning: ForwardState) -> None:
-        """What a forward did before it raised."""
-        belongings.put_back()
+        """Undo what a forward did before it raised."""
+        model_state.put_back()
         put_back(recording, beginning)
 
     captured = record(model, args, kwargs, labels, failed=undo, begun=begun)
-    made = _sheltered(record_of(captured), captured.recording)
-    return ModelUnderTest(model, args, kwargs, captured, made, belongings)
+    made = _with_copies(record_of(captured), captured.recording)
+    return ModelUnderTest(model, args, kwargs, captured, made, model_state)
 
 
-def _sheltered(made: Record, recording: Recording) -> Record:
-    """The record with copies of the values that lie in memory which is put back: what the model wrote at its end; and
-    of what was there first, which by `.data =` has other memory by now, but one write counter with it.
+def _with_copies(made: Record, recording: Recording) -> Record:
+    """The record with copies of all values in memory that restoring the model overwrites.
+
+    These are the values that the forward wrote to parameters, buffers and inputs. After `p.data = q` the first value of
+    `p` has other memory than `p`, but shares its version counter, so it is copied too.
     """
     pairs = list(zip(recording.records, made.graph.nodes, strict=True))
-    doomed = {memory for source, _ in pairs if (memory := _memory_put_back(source, recording)) is not None}
-    if not doomed:
+    overwritten = {memory for source, _ in pairs if (memory := _restored_storage(source, recording)) is not None}
+    if not overwritten:
         return made
-    firsts = {Ref(node.name) for source, node in pairs if _memory_put_back(source, recording) is not None}
+    firsts = {Ref(node.name) for source, node in pairs if _restored_storage(source, recording) is not None}
     values = {
-        ref: _copy(value) if ref in firsts or _memory_of(value) in doomed or _is_assigned(made, ref) else value
+        ref: _copy(value) if ref in firsts or _storage_of(value) in overwritten or _is_assigned(made, ref) else value
         for ref, value in made.values.items()
     }
     return evolve(made, values=values, versions=Versions((ref, version_of(value)) for ref, value in values.items()))
 
 
 def _is_assigned(made: Record, ref: Ref) -> bool:
-    """Was it given to a tensor by `.data =`? It has one write counter with it from then on."""
+    """True if it was assigned by `.data =`, and thus shares a version counter."""
     return getattr(made.graph[ref.node], "kind", "") == "data"
 
 
@@ -180,27 +182,27 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
     return value.clone() if value.grad_fn is not None else value.detach().clone().requires_grad_(value.requires_grad)
 
 
-def _memory_put_back(source: Any, recording: Recording) -> int | None:
+def _restored_storage(source: Any, recording: Recording) -> int | None:
     if not isinstance(source, SourceRecord):
         return None
     now = held(*source.where) if source.kind in ("parameter", "buffer") else source.tensor
-    return _memory_of(now) if now is not None and now is not recording.values[source.returns] else None
+    return _storage_of(now) if now is not None and now is not recording.values[source.returns] else None
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [tensor for held in (module._parameters, module._buffers) for tensor in held.values() if tensor is not None]
 
 
-def _memory_of(tensor: torch.Tensor) -> int | None:
+def _storage_of(tensor: torch.Tensor) -> int | None:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse tensors and their kin have no one memory
+    except (NotImplementedError, RuntimeError):  # sparse tensors and the like have no single storage
         return None
 
 
 @contextmanager
 def open_layers() -> Iterator[None]:
-    """Within, torch runs no layer as one fused kernel: a program has them open, because a capture sees them so."""
+    """Within, torch runs no transformer layer as one fused kernel, as in a capture, which records their operations."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -209,9 +211,9 @@ def open_layers() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-class _OpenBranches(TorchFunctionMode):
-    """Within, `torch.cond` is the branch that it takes. Torch compiles it, so that gradients reach what its branches
-    hold besides their arguments; uncompiled, as a check runs the model, it loses them or raises.
+class _PlainCond(TorchFunctionMode):
+    """Within, `torch.cond` calls the branch that it takes. Torch compiles `cond`, so that gradients reach the tensors
+    that its branches close over; uncompiled, as a check runs the model, it would lose them or raise.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -222,8 +224,8 @@ class _OpenBranches(TorchFunctionMode):
 
 
 @contextmanager
-def _same_world() -> Iterator[None]:
-    """Torch's switches that a forward may turn, afterwards as they were."""
+def _restored_switches() -> Iterator[None]:
+    """Restore torch's global switches that a forward may change."""
     dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
     is_open, is_checked = torch.backends.mha.get_fastpath_enabled(), torch.is_anomaly_enabled()
     is_strict, warns = (

@@ -1,7 +1,6 @@
-"""What a model gave, next to what its program has recorded.
+"""Comparing what a model returned with what its program recorded.
 
-In: a value as Python has it, and the tree of Refs that it should be. Out: what sets them apart, in words and as a
-number.
+In: a Python value, and the tree of Refs that it should equal. Out: the difference, in words and as a number.
 """
 
 from __future__ import annotations
@@ -22,32 +21,34 @@ Recorded = Callable[[Ref], torch.Tensor]
 
 
 @frozen(eq=False)
-class _Held:
-    """A tensor among a value's leaves."""
+class _TensorLeaf:
+    """A tensor as a leaf of a frozen tree."""
 
     tensor: torch.Tensor
 
 
 def copied(value: Any) -> Any:
-    """A value as a tree of its own, which no later forward can reach."""
-    return freeze_deep(value, lambda tensor: _Held(tensor.detach().clone()))
+    """A frozen copy of a value, which no later forward can change."""
+    return freeze_deep(value, lambda tensor: _TensorLeaf(tensor.detach().clone()))
 
 
 def apart(tree: Any, value: Any) -> bool:
-    """Does a value differ from what `copied` made of another one?"""
+    """True if some tensor of a value differs from the one in a frozen copy made by `copied`."""
     pairs = _pairs(tree, freeze_deep(value, _leaf_tensors))
-    return any(isinstance(a, _Held) and isinstance(b, _Held) and not same(a.tensor, b.tensor) for a, b in pairs)
+    return any(
+        isinstance(a, _TensorLeaf) and isinstance(b, _TensorLeaf) and not same(a.tensor, b.tensor) for a, b in pairs
+    )
 
 
 def unlike(value: Any, tree: Any, recorded: Recorded) -> tuple[str, float | None]:
-    """How a value differs from what a tree of Refs stands for, and how far: nothing where they are equal to the bit."""
+    """The first difference from a tree of recorded values, in words and as a number; ("", None) if there is none."""
     for mine, theirs in _pairs(freeze_deep(value, _leaf_tensors), tree):
-        if isinstance(mine, _Held) and isinstance(theirs, Ref):
+        if isinstance(mine, _TensorLeaf) and isinstance(theirs, Ref):
             wanted = recorded(theirs)
             if not same(mine.tensor, wanted):
                 one, other = str(TensorSpec.of(mine.tensor)), str(TensorSpec.of(wanted))
                 return "other numbers" if one == other else f"{one}, not {other}", difference(mine.tensor, wanted)
-        elif isinstance(mine, _Held):
+        elif isinstance(mine, _TensorLeaf):
             return "a tensor that is no value of the program", None
         elif isinstance(theirs, Ref):
             return "no tensor where one was recorded", None
@@ -59,40 +60,42 @@ def unlike(value: Any, tree: Any, recorded: Recorded) -> tuple[str, float | None
 
 
 def side_by_side(value: Any, tree: Any) -> list[tuple[torch.Tensor, Ref]]:
-    """The tensors in a value, each with the Ref that it should be."""
+    """The tensors in a value, each with the Ref that it should equal."""
     pairs = _pairs(freeze_deep(value, _leaf_tensors), tree)
-    return [(mine.tensor, theirs) for mine, theirs in pairs if isinstance(mine, _Held) and isinstance(theirs, Ref)]
+    return [
+        (mine.tensor, theirs) for mine, theirs in pairs if isinstance(mine, _TensorLeaf) and isinstance(theirs, Ref)
+    ]
 
 
 def furthest(value: Any, tree: Any, recorded: Recorded, but_zeros: bool = False) -> float | None:
-    """The largest absolute difference among all tensors; None where they cannot be told apart by numbers. `but_zeros`:
-    rows that are all zeros in the value are left out.
+    """The largest absolute difference over all tensors; None if it has no number. With `but_zeros` rows that are all
+    zeros in the value are ignored.
     """
     pairs = [
         (mine.tensor, recorded(theirs))
         for mine, theirs in _pairs(freeze_deep(value, _leaf_tensors), tree)
-        if isinstance(mine, _Held) and isinstance(theirs, Ref)
+        if isinstance(mine, _TensorLeaf) and isinstance(theirs, Ref)
     ]
     found = [difference(one, _zero_where(one, other) if but_zeros else other) for one, other in pairs]
     return None if not found or None in found else max(number for number in found if number is not None)
 
 
 def _zero_where(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A tensor with zeros in the rows in which another has nothing else."""
+    """`other` with zeros in those rows in which `one` is all zeros."""
     if one.shape != other.shape or not one.dim() or one.layout is not torch.strided or one.is_nested:
         return other
     return other.detach().masked_fill(~(one != 0).any(-1, keepdim=True), 0)
 
 
-def _leaf_tensors(tensor: torch.Tensor) -> _Held:
-    """The plain tensor beneath functorch's wrappers, which is what is recorded."""
+def _leaf_tensors(tensor: torch.Tensor) -> _TensorLeaf:
+    """The plain tensor beneath functorch's wrappers, since that is what is recorded."""
     while is_wrapped(tensor):
         tensor = unwrapped(tensor)
-    return _Held(tensor)
+    return _TensorLeaf(tensor)
 
 
 def _pairs(mine: Any, theirs: Any) -> Iterator[tuple[Any, Any]]:
-    """The leaves of two trees, side by side. Where their structures part, the pair is what they have there."""
+    """The leaves of two trees in pairs. Where their structures differ, the pair holds the two subtrees."""
     if _shape(mine) != _shape(theirs) or _shape(mine) is None:
         yield mine, theirs
         return
@@ -102,12 +105,12 @@ def _pairs(mine: Any, theirs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _shape(tree: Any) -> Any:
-    """What kind of container it is, and of what; None for a leaf."""
+    """The kind, length and keys of a container; None for a leaf."""
     if type(tree) is tuple:
         return tuple, len(tree)
     return (_named(tree.kind), len(tree.items), tree.keys) if isinstance(tree, Branch) else None
 
 
 def _named(kind: type) -> tuple[str, str]:
-    """What a class is called: a forward may make its own, another one each time."""
+    """A class by name, because a forward may define its own class anew each time."""
     return kind.__module__, kind.__qualname__

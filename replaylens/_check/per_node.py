@@ -1,7 +1,7 @@
-"""The laws of each call by itself: does it give its own value, does all that it reads matter, are its draws known?
+"""The laws of single calls: each reproduces its value, depends on all that it reads, and has its draws recorded.
 
-In: a program under check. Out: the result of each law of `NODE_LAWS`. One walk asks all of them. Values that were not
-kept are computed on the way and forgotten after their last use, so that it needs no second copy of the activations.
+In: a program under test. Out: the result of each law in `NODE_LAWS`, all from one walk over the calls. Values that were
+not kept are recomputed on the way and freed after their last use, so the walk needs no second copy of the activations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .run_node import NodeRunner, Values, as_replayed, drawing_otherwise, ready,
 
 @define
 class Tally:
-    """What one law has found so far in a walk."""
+    """What one law has found so far."""
 
     asked: int = 0
     failures: list[Finding] = field(factory=list)
@@ -39,21 +39,21 @@ class Tally:
 
 @frozen(eq=False)
 class NodeRun:
-    """One call, run by itself on the saved values of what it reads."""
+    """One call, run on its own on the saved values of its arguments."""
 
     record: Record
     node: Call
-    is_stale: bool = False  # a value that it reads or gives was overwritten: it was not run
-    error: Exception | None = None  # what it raised
+    is_stale: bool = False  # a value that it reads or returns was overwritten, so it was not run
+    error: Exception | None = None  # what the call raised
     draws_unrecorded: bool = False
-    trial: Trial | None = None  # the call, what it read, and what it gave; None where nothing can be tried further
+    trial: Trial | None = None  # the call, its arguments and its value; None if nothing further can be tried
 
 
 @frozen(eq=False)
 class NodeLaw:
-    """A law of each call by itself. `ask` adds what it finds at one call to the tally, from which `result` is made.
+    """A law of single calls. `ask` adds its findings at one call to a tally, which `result` turns into a LawResult.
 
-    A new law is an entry of `NODE_LAWS`; nothing else knows which there are.
+    To add a law, add an entry to `NODE_LAWS`; nothing else lists them.
     """
 
     name: str
@@ -62,14 +62,14 @@ class NodeLaw:
     result: Callable[[Tally, ProgramUnderTest], LawResult]
 
     def of(self, program: ProgramUnderTest) -> LawResult:
-        """The result of this law. Whichever law is the first to be asked walks for all of them."""
+        """The result of this law. The first law that is checked walks the program for all of them."""
         if not program.per_node:
             program.per_node.update(_walk(program))
         return program.per_node[self.name]
 
 
 def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
-    """Ask each chosen call, in order. What a whole replay proved of it is not run again."""
+    """Check the chosen calls in order. A call that the whole replay already verified is not run again."""
     walk, chosen = _Walk(program), program.chosen
     tallies = [(law, Tally()) for law in NODE_LAWS]
     with (
@@ -78,7 +78,7 @@ def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
         torch.inference_mode(False),
         torch.no_grad(),
     ):
-        warnings.simplefilter("ignore")  # nonsense makes calls complain
+        warnings.simplefilter("ignore")  # perturbed arguments make calls warn
         for position, node in enumerate(program.graph.nodes):
             if isinstance(node, Call) and walk.is_needed(position, node):
                 with recorded_world(True, program.graph):
@@ -98,107 +98,104 @@ class _Walk:
     def __init__(self, program: ProgramUnderTest) -> None:
         self.program, self.record, self.graph = program, program.record, program.graph
         self.values = Values(self.record)
-        self.apart = detached_views(
-            self.graph, ()
-        )  # views that an edit has parted from their memory, by the call that writes
+        self.detached = detached_views(self.graph, ())  # by write: the views that an edit took off its storage
 
     def is_needed(self, position: int, node: Call) -> bool:
-        """Is the call asked, or must a value that was not kept be computed?"""
+        """True if the call is to be checked, or a value of it was not kept and must be recomputed."""
         return position in self.program.chosen or any(ref not in self.record.values for ref in refs_of(node))
 
     def run(self, position: int, node: Call) -> NodeRun:
-        """A call on its parents' values. One that is verified is not run again."""
+        """Run a call on its parents' values, unless it is verified already."""
         if any(ref in self.program.stale for ref in (*node.refs, *refs_of(node))):
             return NodeRun(self.record, node, is_stale=True)
         before = torch.default_generator.get_state()
-        alone = ready(as_replayed(node, self.apart), self.record.draws)
+        runner = ready(as_replayed(node, self.detached), self.record.draws)
         given = {ref: self.values[ref] for ref in dict.fromkeys(node.refs)}
         is_verified = position in self.program.verified
-        value = {ref: self.record.values[ref] for ref in alone.gives} if is_verified else self._value(alone, given)
+        value = {ref: self.record.values[ref] for ref in runner.gives} if is_verified else self._value(runner, given)
         if isinstance(value, Exception):
             return NodeRun(self.record, node, error=value)
         self.values.keep(position, value)
         if node.draws is None and not torch.equal(before, torch.default_generator.get_state()):
             return NodeRun(self.record, node, draws_unrecorded=True)
-        return NodeRun(self.record, node, trial=Trial(alone, given, value, self.record.draws))
+        return NodeRun(self.record, node, trial=Trial(runner, given, value, self.record.draws))
 
-    def _value(self, alone: NodeRunner, given: dict[Ref, Any]) -> dict[Ref, Any] | Exception:
-        """What a call gives on its parents' values. One that reads the memory around a view gets the view made anew,
-        where the saved one is a copy that lies by itself.
+    def _value(self, runner: NodeRunner, given: dict[Ref, Any]) -> dict[Ref, Any] | Exception:
+        """The value of a call on its parents' values, or what it raised.
+
+        A saved view is a copy without the storage around it. A call that looks beyond its argument (`as_strided`)
+        therefore gives another value on it, and is tried again on views that are remade from their bases.
         """
-        value, saved = _tried(alone, given), self.record.values
+        value, saved = _value_or_error(runner, given), self.record.values
         if not isinstance(value, Exception) and all(
-            same(value[ref], saved[ref]) for ref in alone.gives if ref in saved
+            same(value[ref], saved[ref]) for ref in runner.gives if ref in saved
         ):
             return value
-        remade = self._in_memory(given)
-        again = _tried(alone, remade) if remade is not None else value
+        remade = self._remade_views(given)
+        again = _value_or_error(runner, remade) if remade is not None else value
         if remade is None or isinstance(again, Exception):
             return value
         given.update(remade)
         return again
 
-    def _in_memory(self, given: dict[Ref, Any], depth: int = 4) -> dict[Ref, Any] | None:
-        """The same values, as views of the memory that they are made from; None where no parent can be made so."""
-        remade = {ref: made for ref in given if (made := self._view(ref, depth)) is not None}
+    def _remade_views(self, given: dict[Ref, Any], depth: int = 4) -> dict[Ref, Any] | None:
+        """The same values, as views of their bases where that is possible; None if it is possible for none."""
+        remade = {ref: made for ref in given if (made := self._remade_view(ref, depth)) is not None}
         return {**given, **remade} if remade else None
 
-    def _view(self, ref: Ref, depth: int) -> Any:
+    def _remade_view(self, ref: Ref, depth: int) -> Any:
         node = self.graph[ref.node]
         if not isinstance(node, Call) or not depth or any(other not in self.values for other in node.refs):
             return None
         given = {other: self.values[other] for other in node.refs}
-        given = self._in_memory(given, depth - 1) or given
-        made = _tried(ready(as_replayed(node, self.apart), self.record.draws), given)
+        given = self._remade_views(given, depth - 1) or given
+        made = _value_or_error(ready(as_replayed(node, self.detached), self.record.draws), given)
         if isinstance(made, Exception) or not isinstance(made[ref], torch.Tensor) or made[ref]._base is None:
             return None
         return made[ref] if same(made[ref], self.values[ref]) else None
 
 
-def _tried(alone: NodeRunner, given: Mapping[Ref, Any]) -> dict[Ref, Any] | Exception:
+def _value_or_error(runner: NodeRunner, given: Mapping[Ref, Any]) -> dict[Ref, Any] | Exception:
     try:
-        return alone(given)
+        return runner(given)
     except Exception as error:
         return error
 
 
-# ---- each node alone ----
-
-
 def _ask_alone(run: NodeRun, tally: Tally) -> None:
-    """Does the call give its own saved value?"""
+    """Check that the call reproduces its own saved value."""
     node, trial = run.node, run.trial
     if run.is_stale:
         tally.special.append(at_node(node, "a value that it reads or gives was overwritten since"))
     elif run.error is not None:
         tally.failures.append(at_node(node, f"raises {type(run.error).__name__} on the saved values of its parents"))
     elif trial is not None:
-        saved = {ref: run.record.values[ref] for ref in trial.alone.gives if ref in run.record.values}
+        saved = {ref: run.record.values[ref] for ref in trial.runner.gives if ref in run.record.values}
         if not saved:
             tally.special.append(at_node(node, "its value was not kept"))
             return
         tally.asked += 1
         if wrong := {ref: value for ref, value in saved.items() if not same(trial.value[ref], value)}:
-            _is_another(node, trial, wrong, tally)
+            _record_mismatch(node, trial, wrong, tally)
 
 
-def _is_another(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor], tally: Tally) -> None:
-    """A call gives other values than these saved ones: perhaps it gives others each time."""
-    if (spread := spread_of_repetitions(trial.alone, trial.given, saved)) is not None:
-        fact = "its kernel is not deterministic: the saved value lies within what repetitions give"
+def _record_mismatch(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor], tally: Tally) -> None:
+    """Record a call that does not reproduce these saved values: a failure, unless its kernel is nondeterministic."""
+    if (spread := spread_of_repetitions(trial.runner, trial.given, saved)) is not None:
+        fact = "its kernel is nondeterministic: the saved value lies within the spread of repetitions"
         tally.special.append(at_node(node, fact, difference=spread))
         return
     first, value = next(iter(saved)), trial.value
-    fact = f"gives another value than the saved one{_other_kind(value[first], saved[first])}"
+    fact = f"gives another value than the saved one{_spec_difference(value[first], saved[first])}"
     if may_vary(node) and not all(
-        same(one, value[ref]) for ref, one in trial.alone(trial.given).items() if ref in saved
+        same(one, value[ref]) for ref, one in trial.runner(trial.given).items() if ref in saved
     ):
         fact += ": the function of the edit there gives something else each time that it is called"
     far = [d for ref, one in saved.items() if (d := difference(value[ref], one)) is not None]
     tally.failures.append(at_node(node, fact, difference=max(far, default=None)))
 
 
-def _other_kind(made: Any, saved: torch.Tensor) -> str:
+def _spec_difference(made: Any, saved: torch.Tensor) -> str:
     if not isinstance(made, torch.Tensor):
         return f": a {type(made).__name__}, no tensor"
     facts = [
@@ -230,17 +227,14 @@ def _result(tally: Tally, **words: str) -> LawResult:
     return LawResult(tally.asked, tuple(tally.failures), tuple(tally.special), **words)
 
 
-# ---- nonsense parents ----
-
-
 def _ask_parents(run: NodeRun, tally: Tally) -> None:
-    """Does all that the call reads matter to what it gives?"""
+    """Check that the value of the call depends on everything that it reads."""
     if run.trial is None:
         return
     for parent in run.trial.given:
         tally.asked += 1
-        is_read = parent in run.trial.alone.reads
-        trial = run.trial if is_read else evolve(run.trial, alone=ready(run.node, run.record.draws))
+        is_read = parent in run.trial.runner.reads
+        trial = run.trial if is_read else evolve(run.trial, runner=ready(run.node, run.record.draws))
         if (why := unseen(trial, parent)) is not None:
             name = _name_of(run.record.graph, parent)
             (tally.special if why.reason else tally.failures).append(
@@ -258,11 +252,8 @@ def _parents_result(tally: Tally, program: ProgramUnderTest) -> LawResult:
     return _result(tally, note=_left_out(program), unit="parents", holds=f"{seen:,} change the value")
 
 
-# ---- draws ----
-
-
 def _ask_draws(run: NodeRun, tally: Tally) -> None:
-    """Another state of the generator gives another value, or it is known why not; no draw is without a state."""
+    """Check that draws have a recorded generator state, and that another state gives another value."""
     if run.draws_unrecorded:
         tally.asked += 1
         tally.failures.append(at_node(run.node, "draws random numbers, and no state of the generator is recorded"))
@@ -273,7 +264,7 @@ def _ask_draws(run: NodeRun, tally: Tally) -> None:
 
 
 def _draws_differ(trial: Trial, seeds: Iterable[int] = range(4)) -> bool:
-    made = (evolve(trial, alone=drawing_otherwise(trial.alone.node, trial.draws, seed)) for seed in seeds)
+    made = (evolve(trial, runner=drawing_otherwise(trial.runner.node, trial.draws, seed)) for seed in seeds)
     return any(one.changes({}) for one in made)
 
 
@@ -284,11 +275,11 @@ def _why_draws_are_unseen(trial: Trial) -> str:
         for made in others_than(value):
             if (moved := trial.moved({ref: made})) is not None and _draws_differ(moved):
                 return "hidden by what it reads"
-    for other in otherwise(trial.alone.node):
-        moved = evolve(trial, alone=ready(other, trial.draws)).moved({})
+    for other in otherwise(trial.runner.node):
+        moved = evolve(trial, runner=ready(other, trial.draws)).moved({})
         if moved is not None and _draws_differ(moved):
             return "hidden by a number among its arguments"
-    return "what it draws does not show in its value"
+    return "its value does not depend on what it draws"
 
 
 def _draws_result(tally: Tally, program: ProgramUnderTest) -> LawResult:

@@ -1,8 +1,8 @@
-"""Values that a call was not recorded with: of the same kind, shape and range, and otherwise nonsense.
+"""Perturbed values: tensors of the same kind, shape and range as a given one, with other content.
 
-In: a tensor. Out: others in its place, the likeliest to be noticed first. They come from a small pool of random
-numbers that is repeated, because random numbers for the weights of a large model cost more than its forward pass; a
-large weight is read in another order, which costs nothing. The global generators are not touched.
+In: a tensor. Out: replacements, those most likely to be noticed first. Random content repeats a small pool of numbers,
+because fresh random numbers for the weights of a large model cost more than its forward pass; a large tensor is first
+replaced by its own numbers in another order, a view that costs nothing. The global generators are not touched.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 
 from .._ir.torch_private import quantized_per_channel, quantized_per_tensor
 
-_LARGE = 2**18  # numbers from which on a tensor's own values in another order will do first
-_POOL = 65521  # a prime, so that the repeated pool does not fall in step with the rows of a tensor
-_LOOKED_AT = 4096  # numbers by which the range of a large tensor is judged
+_LARGE = 2**18  # elements from which on a reordered view is tried first
+_POOL = 65521  # a prime, so that the repeated pool does not align with the rows of a tensor
+_RANGE_SAMPLE = 4096  # elements that the range of a large tensor is estimated from
 
 
 def others_than(value: torch.Tensor, wide: bool = True) -> Iterator[torch.Tensor]:
-    """Nonsense in the place of a value. `wide` allows integers just outside of the recorded range."""
+    """Replacements for a value. `wide` allows integers just outside of its range."""
     for made in _unflagged(value, wide):
         yield _with_flag(made, value)
 
 
 def hinted(value: torch.Tensor, hints: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """What a comparison may wait for: numbers that the call names, and values that it reads besides."""
+    """Replacements that a comparison may react to: constants and other arguments of the call."""
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     if not is_plain or value.is_nested or value.is_quantized or not value.numel():
         return
@@ -59,7 +59,7 @@ def _dense(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
         yield reordered
     if value.dtype == torch.bool:
         yield from (_bools(value, 0), ~value, _rolled(value), torch.ones_like(value), torch.zeros_like(value))
-        yield _one_flipped(value)  # for who takes no more trues than there are numbers for them
+        yield _one_flipped(value)  # for calls that accept no more trues than there are elements for them
     elif value.dtype.is_floating_point or value.dtype.is_complex:
         yield from _numbers(value)
     else:
@@ -67,7 +67,7 @@ def _dense(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
 
 
 def _numbers(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Floats and complex numbers: in the range, far around it, upside down; then milder ones, for who is particular."""
+    """Floats and complex numbers: within the range, far around it, negated; then milder ones for narrow domains."""
     low, high = _range(value)
     span = (high - low) or abs(high) or 1.0
     yield _uniform(value, low, low + span, 1)
@@ -80,11 +80,11 @@ def _numbers(value: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _integers(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
-    """Integers in the range and at its ends. Unsigned ones of 64 bits are taken as the signed ones of the same bits."""
+    """Integers within the range and at its ends. 64-bit unsigned integers are treated as signed ones."""
     low, high = (int(end) for end in _range(value))
     number = value.to(torch.int64)
     yield _whole(value, low, high, 1)
-    yield (low - number + high).to(value.dtype)  # the sum of the ends may be more than an integer holds
+    yield (low - number + high).to(value.dtype)  # low + high first could overflow
     yield _rolled(value)
     yield from (torch.full_like(number, end).to(value.dtype) for end in dict.fromkeys((low, high)))
     if wide:
@@ -94,19 +94,19 @@ def _integers(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
 
 
 def _one_flipped(value: torch.Tensor) -> torch.Tensor:
-    """Its own values, but for the first."""
+    """The same values with the first one flipped."""
     flat = value.reshape(-1).clone()
     flat[0] = ~flat[0]
     return flat.view(value.shape)
 
 
 def _rolled(value: torch.Tensor) -> torch.Tensor:
-    """Its own values, each one place further: as many of each as there were."""
+    """The same values, each moved by one position."""
     return value.reshape(-1).roll(1).view(value.shape)
 
 
 def specials(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Numbers that are none, for calls that ask for them."""
+    """NaN and infinities, for calls that test for them."""
     if value.dtype.is_floating_point and value.layout is torch.strided and value.numel():
         for number in (float("nan"), float("inf"), float("-inf")):
             yield _with_flag(torch.full_like(value, number), value)
@@ -114,14 +114,14 @@ def specials(value: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _holds(dtype: torch.dtype, number: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.finfo(dtype).min <= number <= torch.finfo(dtype).max  # a narrow type may have none below zero
+        return torch.finfo(dtype).min <= number <= torch.finfo(dtype).max  # some narrow floats have no negatives
     if not float(number).is_integer():
         return False
     return dtype == torch.bool or torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
 
 
 def _of_a_subclass(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A user's kind of tensor: what it can be asked for is arithmetic."""
+    """Replacements for a tensor subclass, of which only arithmetic is assumed."""
     makers: tuple[Callable[[torch.Tensor], Any], ...] = (
         lambda one: next(_unflagged(one.as_subclass(torch.Tensor), True)).as_subclass(type(one)),
         lambda one: one * -1.5 - 1,
@@ -140,7 +140,7 @@ def _nested(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
 
 
 def _of_another_layout(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
-    """The same places, other numbers there; then other places too."""
+    """Replacements for sparse and mkldnn tensors: other values at the same indices, then other indices too."""
     shape = tuple(value.shape)
     if value.layout is torch.sparse_coo:
         for made in _unflagged(value._values(), wide):
@@ -162,7 +162,7 @@ def _of_another_layout(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor
 
 
 def _in_other_places(value: torch.Tensor) -> torch.Tensor:
-    """A sparse tensor with its first row last."""
+    """A sparse tensor rolled by one row."""
     block = tuple(value.values().shape[-2:]) if value.layout in (torch.sparse_bsr, torch.sparse_bsc) else None
     dense = value.to_dense().roll(1, 0)
     if value.layout is torch.sparse_coo:
@@ -191,7 +191,7 @@ def _that_can_be_made(value: torch.Tensor, makers: Iterable[Callable[[torch.Tens
 
 
 def _with_flag(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """With the flag of the value in whose place it comes: torch chooses kernels by it."""
+    """The replacement with the `requires_grad` of the original, by which torch chooses kernels."""
     made = made.detach()
     if value.requires_grad and not value.is_inference() and not made.is_inference():
         made.requires_grad_()
@@ -199,7 +199,7 @@ def _with_flag(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _reordered(value: torch.Tensor) -> torch.Tensor | None:
-    """A large tensor's own values in another order: a view, for free."""
+    """A view of a large tensor that has its values in another order."""
     sizes = tuple(value.shape)
     if not value.is_contiguous() or value.dim() < 2 or sorted(sizes)[-2] < 2:
         return None
@@ -210,10 +210,10 @@ def _reordered(value: torch.Tensor) -> torch.Tensor | None:
 
 
 def _range(value: torch.Tensor) -> tuple[float, float]:
-    """About the least and the greatest of its finite numbers; of integers exactly, unless there are very many."""
+    """The least and the greatest finite element; of large tensors an estimate from a sample."""
     flat = value.detach()
     flat = flat[tuple([slice(0, 1) if step == 0 else slice(None) for step in flat.stride()])]
-    most = _LOOKED_AT if value.dtype.is_floating_point or value.dtype.is_complex else 2**22
+    most = _RANGE_SAMPLE if value.dtype.is_floating_point or value.dtype.is_complex else 2**22
     if flat.numel() > most and flat.is_contiguous():
         flat = flat.view(-1)[:: flat.numel() // most]
     if flat.is_complex():
@@ -228,7 +228,7 @@ def _range(value: torch.Tensor) -> tuple[float, float]:
 
 
 def _uniform(value: torch.Tensor, low: float, high: float, turn: int) -> torch.Tensor:
-    """Numbers between two ends, in the memory layout of the value."""
+    """Uniform numbers between two bounds, in the memory layout of the value."""
     if value.is_complex():
         real = torch.view_as_real(value)
         return torch.view_as_complex(_uniform(real, low, high, turn).contiguous())
@@ -250,7 +250,7 @@ def _bools(value: torch.Tensor, turn: int) -> torch.Tensor:
 
 
 def _repeated(numbers: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As many numbers as the value has, in its layout where it fills its memory."""
+    """The numbers repeated to the size of the value, with its strides if it is dense."""
     count = value.numel()
     flat = torch.empty(count, dtype=dtype, device=value.device)
     numbers = numbers.to(device=value.device)
@@ -262,7 +262,7 @@ def _repeated(numbers: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) ->
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Do its numbers fill their memory, each at a place of its own?"""
+    """True if its elements fill its memory without gaps or overlaps."""
     steps = sorted([(step, size) for step, size in zip(value.stride(), value.shape, strict=True) if size > 1])
     expected = 1
     for step, size in steps:
@@ -273,7 +273,7 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """A type to compute in: the narrow ones know no arithmetic."""
+    """A dtype to compute in: narrow floats support no arithmetic."""
     if dtype.is_complex:
         return torch.complex64 if dtype is torch.complex32 else dtype
     return torch.float64 if dtype == torch.float64 else torch.float32

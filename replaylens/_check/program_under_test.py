@@ -1,13 +1,9 @@
-"""A program under check: its record, what is asked of it, and which of its calls need not be run a second time.
+"""A program under test, and the laws of a program as a whole.
 
-In: a record, what the model returned. Out: what the laws of a program are asked of. A call that a whole replay ran on
-the saved values of what it reads, and that gave its own, is verified: it is given the same bits, and gave the same.
-
-The laws of a program as a whole: its replay gives what the model returned, its saved values are what they were, its
-graph is well formed.
-
-In: a program under check. Out: the result of each law. The replay is the one that users run; its calls are verified on
-the way.
+In: a record and what the model returned. Out: the results of three laws: a whole replay returns what the model
+returned, the saved values are intact, the graph is well formed. The replay is the one that users run. It marks calls as
+verified on the way: a call whose parents are verified read the recorded bits, and if it also gave the recorded bits,
+the laws of single calls need not run it again.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from attrs import evolve, field, frozen
 
 from .._ir.equality import difference, kind_of, same
 from .._ir.graph import Graph
-from .._ir.node import Call, Input, Ref, State, refs_of, specs_of
+from .._ir.node import Call, Input, Ref, State, refs_in, refs_of, specs_of
 from .._ir.printer import expression
 from .._ir.trees import Branch, freeze_deep, leaves, part_at, remake
 from .._ir.util import cached_property, notes_of
@@ -39,15 +35,15 @@ from .report import Finding, LawResult, at_name, at_node
 
 @frozen(eq=False)
 class ProgramUnderTest:
-    """A program, and what one check of it knows. One object for each check."""
+    """A program, and what is known in one check of it."""
 
     record: Record
     returned: Any  # what the model returned
-    as_captured: bool  # no edit has put nodes between others, so that numbers run on
-    sample: float | None = None  # how many calls are asked by themselves, or which share of them
+    as_captured: bool  # no edit changed it since the capture
+    sample: float | None = None  # how many calls are checked on their own, or what fraction of them
     progress: bool | None = None
-    verified: set[int] = field(factory=set)  # positions of calls that were seen to give their saved values
-    per_node: dict[str, LawResult] = field(factory=dict)  # of the one walk that asks all laws of single calls
+    verified: set[int] = field(factory=set)  # positions of calls that reproduced their saved values in the whole replay
+    per_node: dict[str, LawResult] = field(factory=dict)  # the results of the laws of single calls, from one walk
 
     @property
     def graph(self) -> Graph:
@@ -55,12 +51,12 @@ class ProgramUnderTest:
 
     @cached_property
     def stale(self) -> frozenset[Ref]:
-        """The values that were overwritten since they were recorded: no other law can be asked of them."""
+        """The values that were overwritten since they were recorded, which no other law can use."""
         return frozenset([ref for ref in self.record.values if self.record.stale(ref) is not None])
 
     @cached_property
     def chosen(self) -> frozenset[int]:
-        """The calls that are asked by themselves: all, or so many, spread evenly over the program; always the same."""
+        """The calls that are checked on their own: all, or an even and reproducible sample."""
         calls = [position for position, node in enumerate(self.graph.nodes) if isinstance(node, Call)]
         if self.sample is None:
             return frozenset(calls)
@@ -69,7 +65,7 @@ class ProgramUnderTest:
         return frozenset([calls[(2 * number + 1) * len(calls) // (2 * count)] for number in range(count)])
 
     def verifying(self, code: Code) -> Code:
-        """The same code of a replay, which notes the calls that are right."""
+        """The code of a replay, wrapped to mark verified calls."""
         count = len(self.graph)
         return code.wrapped(lambda slot, call: partial(self._run, slot, call) if slot < count else call)
 
@@ -94,7 +90,7 @@ class ProgramUnderTest:
 
 
 def whole_replay(program: ProgramUnderTest) -> LawResult:
-    """The output and the state changes of a replay without changes. The calls that it ran rightly are verified."""
+    """Compare the output and the state changes of an unpatched replay; mark the calls that it verifies."""
     record, graph = program.record, program.graph
     asked, unit = len(graph.output_refs), f"outputs, {len(graph.changes)} state changes"
     if program.stale:
@@ -111,7 +107,7 @@ def whole_replay(program: ProgramUnderTest) -> LawResult:
 
 
 def _outputs(record: Record, returned: Any, run: Run) -> Iterator[Finding]:
-    """The output against what the model returned, and that against what was saved of it."""
+    """Compare the output with what the model returned, and that with the saved values."""
     graph = record.graph
     mine, made = _opened(run.output)
     theirs, wanted = _opened(returned)
@@ -123,9 +119,9 @@ def _outputs(record: Record, returned: Any, run: Run) -> Iterator[Finding]:
     for number, (one, other) in enumerate(zip(made, wanted, strict=True)):
         name = refs[number].node if refs else ""
         if not same(one, other):
-            yield _apart(graph, name, f"output {number + 1} is another than the model returned", one, other)
+            yield _value_difference(graph, name, f"output {number + 1} is another than the model returned", one, other)
         elif refs and refs[number] in record.values and not same(record.values[refs[number]], other):
-            yield _apart(graph, name, f"output {number + 1} was saved as another value", one, other)
+            yield _value_difference(graph, name, f"output {number + 1} was saved as another value", one, other)
 
 
 def _changes(record: Record, run: Run) -> Iterator[Finding]:
@@ -133,16 +129,16 @@ def _changes(record: Record, run: Run) -> Iterator[Finding]:
         now = run.state_changes[address]
         if now is not None and ref in record.values and not same(now, record.values[ref]):
             fact = f"what the model writes to `{address}` comes out as another value"
-            yield _apart(record.graph, ref.node, fact, now, record.values[ref])
+            yield _value_difference(record.graph, ref.node, fact, now, record.values[ref])
 
 
-def _apart(graph: Graph, name: str, fact: str, one: torch.Tensor, other: torch.Tensor) -> Finding:
+def _value_difference(graph: Graph, name: str, fact: str, one: torch.Tensor, other: torch.Tensor) -> Finding:
     kinds = f": {kind_of(one)[:3]}, not {kind_of(other)[:3]}" if kind_of(one) != kind_of(other) else ""
     return at_name(graph, name, fact + kinds, difference=difference(one, other))
 
 
 def _opened(output: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The tree of an output, and its tensors: those of a container that stands in two places, twice."""
+    """The tree of an output and its tensors; a container that occurs twice contributes its tensors twice."""
     found: list[torch.Tensor] = []
 
     def leaf(tensor: torch.Tensor) -> Ref:
@@ -157,7 +153,7 @@ def _opened(output: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def _shape_of(tree: Any) -> Any:
-    """Containers, and what stands in them: tensors, plain values, and of anything else its class."""
+    """The structure of an output: containers, tensors, plain values, and the class of anything else."""
     if type(tree) is tuple:
         return ("tuple", *map(_shape_of, tree))
     if isinstance(tree, Branch):
@@ -177,13 +173,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _node_of(note: str) -> tuple[str, str] | None:
-    """The node that an exception's note names."""
+    """The node that a note on an exception names."""
     start = "replaylens: raised by node "
     return ("node", note.removeprefix(start).partition(" ")[0]) if note.startswith(start) else None
 
 
 def saved_values(program: ProgramUnderTest) -> LawResult:
-    """Nothing was overwritten, and shapes, types and devices are those of the graph."""
+    """Check that no value was overwritten, and that shapes, dtypes and devices are those of the graph."""
     record, stale = program.record, program.stale
     failures = (*_overwritten(record, stale), *_of_another_kind(record, stale))
     holds = "none overwritten, all of the recorded kind"
@@ -205,50 +201,50 @@ def _overwritten(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
 
 def _of_another_kind(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
     for node in record.graph.nodes:
-        for ref, meaning in specs_of(node).items():
+        for ref, spec in specs_of(node).items():
             value = record.values.get(ref)
             if not isinstance(value, torch.Tensor) or ref in stale:
                 continue
             shape = tuple(value.shape) if not value.is_nested else ()
-            mine, wanted = (shape, value.dtype, str(value.device)), (meaning.shape, meaning.dtype, meaning.device)
+            mine, wanted = (shape, value.dtype, str(value.device)), (spec.shape, spec.dtype, spec.device)
             if mine != wanted:
                 yield at_name(record.graph, node.name, f"{ref} was saved as {mine}, and is said to be {wanted}")
 
 
 def well_formed(program: ProgramUnderTest) -> LawResult:
-    """What every graph obeys."""
+    """Check the invariants of graphs."""
     graph = program.graph
     failures = [at_name(graph, problem.node, problem.fact) for problem in (*problems(graph), *unguarded_shapes(graph))]
     if not failures:
         orphans = _orphans(graph) if program.as_captured else ()
-        failures = [*_dangling(graph), *_meanings(graph), *_state(graph), *orphans]
+        failures = [*_dangling(graph), *_specs(graph), *_state(graph), *orphans]
     return LawResult(len(graph), tuple(failures), unit="nodes", holds="well formed")
 
 
 def _dangling(graph: Graph) -> Iterator[Finding]:
-    """Everything beside the nodes speaks of values that nodes give."""
+    """Find references to missing nodes in the inputs, outputs, state changes and orphans."""
     given = {ref for node in graph.nodes for ref in (*refs_of(node), Ref(node.name))}
     places: list[tuple[str, Any]] = [("the inputs", graph.inputs), ("the output", graph.output)]
     places += [(f"the output of module {scope}", tree) for scope, tree in graph.module_outputs]
     places += [(f"the new value of `{address}`", ref) for address, ref in graph.changes]
     for what, tree in places:
-        for ref in _refs(tree):
+        for ref in refs_in(tree):
             if ref not in given:
                 yield Finding(ref.node, f"{what} is {ref}, which no node gives")
     for name in sorted(graph.orphans - graph.positions.keys()):
         yield Finding(name, "is set aside as an orphan, and is no node")
-    for ref in dict.fromkeys(_refs(graph.inputs)):
+    for ref in dict.fromkeys(refs_in(graph.inputs)):
         if ref in given and not isinstance(graph[ref.node], Input):
             yield at_name(graph, ref.node, "stands among the inputs, and is none")
 
 
-def _meanings(graph: Graph) -> Iterator[Finding]:
-    """Each tensor that a call gives has its shape and type, and what the model saw of it is among what it gives."""
+def _specs(graph: Graph) -> Iterator[Finding]:
+    """Find calls whose specs do not match their values, and values that belong to another node."""
     for call in graph.calls:
-        count = len(_refs(call.returns))
+        count = len(refs_in(call.returns))
         if count != len(call.meaning):
             yield at_node(call, f"gives {count} tensors, and says of {len(call.meaning)} what they are")
-        for ref in (*_refs(call.returns), *_refs(call.result)):
+        for ref in (*refs_in(call.returns), *refs_in(call.result)):
             if ref.node != call.name:
                 yield at_node(call, f"gives {ref}, which is another node's")
 
@@ -261,7 +257,7 @@ def _state(graph: Graph) -> Iterator[Finding]:
 
 
 def _orphans(graph: Graph) -> Iterator[Finding]:
-    """Set aside is just what neither comes from an input nor reaches an output."""
+    """Check that exactly those nodes are orphans that neither derive from an input nor reach an output."""
     below = graph.descendants([node.name for node in graph.input_nodes])
     above = graph.ancestors([ref.node for ref in graph.wanted_refs])
     for node in graph.nodes:
@@ -271,7 +267,3 @@ def _orphans(graph: Graph) -> Iterator[Finding]:
             yield at_node(node, "is set aside as an orphan, and comes from an input")
         if isinstance(node, Call) and node.name not in graph.orphans | above | below:
             yield at_node(node, "comes from no input and reaches no output, and is not set aside")
-
-
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]

@@ -1,10 +1,10 @@
-"""Does the program say what the model says on inputs that it was not captured on, and when both are differentiated?
+"""The laws that the model and a replay agree on other inputs and on gradients.
 
-In: a captured model. Out: a LawResult. What the model took from its inputs behind torch's back (numpy where torch
-functions are switched off, raw pointers) stands in the program as a constant: a replay on other inputs then gives
-something else than the model. Where the model reads content in Python and goes another way, a replay says so, and
-nothing can be compared. For gradients one random number is made of the outputs of a plain forward, and of those of a
-replay, with the same coefficients. Nothing collects gradients, and the model is afterwards as it was.
+In: a captured model. Out: a LawResult. What the model read from its inputs behind torch's back (numpy where torch
+functions are switched off, raw pointers) is a constant in the program, so a replay on other inputs differs from the
+model. If the model takes another path on them, the replay says so, and nothing is compared. For gradients the outputs
+of a plain forward and of a replay are each reduced to one number with the same random coefficients. No `.grad` is
+touched, and the model is left as it was.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from .report import Finding, LawResult
 
 
 def gradients(subject: ModelUnderTest) -> LawResult:
-    """A plain forward and a replay, both differentiated."""
+    """Compare the gradients of a plain forward with those of a replay."""
     if not subject.record.graph.ambient.grad or subject.record.graph.ambient.inference:
         return LawResult(skipped="gradients are off; check the model with them on")
     values = [subject.record.values[Ref(node.name)] for node in subject.record.graph.input_nodes]
     if any(value.grad_fn is not None for value in values):
         return LawResult(skipped="an input has a history of its own, which ends where a program begins")
     flagged = _inputs(subject, True)
-    away = _led_away(subject, flagged)
-    law = None if away else _asked(subject, flagged)
+    away = _path_change(subject, flagged)
+    law = None if away else _gradients_on(subject, flagged)
     if law is None:
-        law = _asked(subject, _inputs(subject, False))
+        law = _gradients_on(subject, _inputs(subject, False))
         if away and (law is None or not (law.asked or law.skipped)):
             return LawResult(skipped=away)
     if law is None:
         return LawResult(skipped="the model cannot be run and differentiated a second time")
     if law:
         return law
-    return LawResult(law.asked, special=(Finding("", UNSTEADY),)) if subject.is_unsteady else law
+    return LawResult(law.asked, special=(Finding("", UNSTEADY),)) if subject.is_nondeterministic else law
 
 
-def _led_away(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> str:
-    """Why the model would go another way on these inputs than it was captured; empty if it would not."""
+def _path_change(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> str:
+    """Why the model would take another path on these inputs; "" if it would not."""
     record = subject.record
     given: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in inputs.items()}
     found = next(departures(record.graph, record.values, given, OuterModes.now()), None)
@@ -62,16 +62,16 @@ def _led_away(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> str:
 
 @frozen(eq=False)
 class _Backward:
-    """What one backward pass gave: by name of a leaf, or of an output."""
+    """The result of one backward pass."""
 
-    gradients: Mapping[str, torch.Tensor | None]
-    needing: Mapping[str, bool]  # do the outputs need gradients?
+    gradients: Mapping[str, torch.Tensor | None]  # by leaf
+    needing: Mapping[str, bool]  # by output: whether it requires a gradient
 
 
 def _inputs(subject: ModelUnderTest, flagged: bool) -> dict[str, torch.Tensor]:
-    """Copies of the inputs, which need gradients as the recorded ones do; or all that can."""
-    record, alone = subject.record, subject.lone_inputs
-    values = {node.name: record.values[Ref(node.name)] for node in record.graph.input_nodes if node.name in alone}
+    """Copies of the replaceable inputs with their `requires_grad`, or with it set wherever possible if `flagged`."""
+    record, names = subject.record, subject.replaceable_inputs
+    values = {node.name: record.values[Ref(node.name)] for node in record.graph.input_nodes if node.name in names}
     plain = {name: value for name, value in values.items() if type(value) is torch.Tensor and not value.is_inference()}
     return {
         name: value.detach().clone().requires_grad_(value.requires_grad or flagged)
@@ -80,16 +80,16 @@ def _inputs(subject: ModelUnderTest, flagged: bool) -> dict[str, torch.Tensor]:
     }
 
 
-def _asked(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResult | None:
-    """The law on these inputs; None where the model refuses them, or goes another way."""
+def _gradients_on(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResult | None:
+    """The law on these inputs; None if the model refuses them or takes another path."""
     graph = subject.record.graph
     values = {node.name: subject.record.values[Ref(node.name)] for node in graph.input_nodes}
     given = thaw_shared(graph.inputs, lambda leaf: (values | inputs)[leaf.node] if type(leaf) is Ref else leaf)
-    twins = {n: value.detach().clone().requires_grad_(value.requires_grad) for n, value in inputs.items()}
-    again = {graph.positions[name]: twin for name, twin in twins.items()}
+    copies = {n: value.detach().clone().requires_grad_(value.requires_grad) for n, value in inputs.items()}
+    again = {graph.positions[name]: copy for name, copy in copies.items()}
     try:
         subject.begin()
-        leaves = _leaves(subject, inputs)  # before the forward, which may make others
+        leaves = _leaves(subject, inputs)  # before the forward, which may create others
         output = subject.forward(open_layers(), given=given)
         pairs = side_by_side(output, graph.output)
         wanted = _backward([(str(ref), tensor) for tensor, ref in pairs], leaves)
@@ -102,7 +102,7 @@ def _asked(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResul
         return None
     except (NotDifferentiable, StaleValue) as error:
         return LawResult(skipped=str(error).partition("\n")[0])
-    leaves |= {name: twin for name, twin in twins.items() if name in leaves}
+    leaves |= {name: copy for name, copy in copies.items() if name in leaves}
     try:
         found = _backward([(str(ref), ran[ref]) for _, ref in pairs], leaves)
     except Exception as error:
@@ -111,7 +111,7 @@ def _asked(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResul
 
 
 def _leaves(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The leaves that collect gradients: the inputs, the model's parameters, what else it holds."""
+    """The leaves that receive gradients: inputs, parameters, and other state of the model."""
     named = addresses(Provenance(subject.model).table)
     found = {name: value for name, value in inputs.items() if value.requires_grad}
     for node in subject.record.graph.state_nodes:
@@ -126,7 +126,7 @@ def _leaves(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> dict[st
 
 
 def _backward(outputs: Sequence[tuple[str, torch.Tensor]], leaves: dict[str, torch.Tensor]) -> _Backward:
-    """One backward pass from a random number of the outputs: the same for the same shapes."""
+    """One backward pass from a random combination of the outputs, the same for the same shapes."""
     draw = torch.Generator().manual_seed(0)
     torch.manual_seed(0)  # a backward may draw
     roots, weights = [], []
@@ -161,11 +161,13 @@ def _compared(wanted: _Backward, found: _Backward) -> LawResult:
 
 
 def other_inputs(subject: ModelUnderTest) -> LawResult:
-    """A plain forward and a replay, both on other inputs than the recorded ones."""
+    """Compare a plain forward with a replay on other inputs than the recorded ones."""
     record = subject.record
     values = {node.name: record.values[Ref(node.name)] for node in record.graph.input_nodes}
-    alone = subject.lone_inputs
-    others = {name: other for name, value in values.items() if name in alone and (other := _other(value)) is not None}
+    names = subject.replaceable_inputs
+    others = {
+        name: other for name, value in values.items() if name in names and (other := _other_value(value)) is not None
+    }
     if not others:
         return LawResult(skipped="no input holds numbers that could be others")
     given = thaw_shared(record.graph.inputs, lambda leaf: (values | others)[leaf.node] if type(leaf) is Ref else leaf)
@@ -173,18 +175,18 @@ def other_inputs(subject: ModelUnderTest) -> LawResult:
     try:
         output = subject.forward(open_layers(), given=given)
     except Exception as error:
-        return _unseen(len(others), f"the model refuses them ({type(error).__name__})")
-    law = _agrees(record, others, output)
-    return law if law or not subject.is_unsteady else _unseen(len(others), UNSTEADY)
+        return _undecided(len(others), f"the model refuses them ({type(error).__name__})")
+    law = _replay_agrees(record, others, output)
+    return law if law or not subject.is_nondeterministic else _undecided(len(others), UNSTEADY)
 
 
-def _agrees(record: Record, others: dict[str, torch.Tensor], output: Any) -> LawResult:
+def _replay_agrees(record: Record, others: dict[str, torch.Tensor], output: Any) -> LawResult:
     graph = record.graph
     given = {graph.positions[name]: value for name, value in others.items()}
     try:
         ran = execute(record, Request(given=given, on_divergence="raise"))
     except DivergedReplay:
-        return _unseen(len(others), "the model takes another path on them, and a replay says so")
+        return _undecided(len(others), "the model takes another path on them, and a replay says so")
     fact, apart = unlike(output, graph.output, lambda ref: ran[ref])
     words = (
         f"on other inputs the model's own output is {fact}: something that depends on the inputs was recorded as a "
@@ -194,12 +196,12 @@ def _agrees(record: Record, others: dict[str, torch.Tensor], output: Any) -> Law
     return LawResult(len(others), failures, unit="inputs", holds="the model and a replay agree on others")
 
 
-def _unseen(count: int, reason: str) -> LawResult:
+def _undecided(count: int, reason: str) -> LawResult:
     return LawResult(count, special=(Finding("", reason),), unit="inputs", holds="nothing seen")
 
 
-def _other(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Another value of the same dtype, shape and range; None where there is none that would surely be valid."""
+def _other_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Another value of the same dtype, shape and range; None if none is certain to be valid."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.dtype is torch.bool:
         return None

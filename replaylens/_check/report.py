@@ -1,12 +1,11 @@
 """CheckReport: the result of a check, law by law.
 
-In: for each law how much was asked and what was found. Out: something that is truthy when all holds, prints as a
-short table, and is data. How the laws are asked is not known here.
+In: the result of each law. Out: a report that is truthy if every law holds, prints as a short table, and is plain data.
+This module does not know how a law is checked.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from typing import Any
 
@@ -15,20 +14,21 @@ from attrs import evolve, frozen
 from .._ir.graph import Graph
 from .._ir.node import Node, Source
 from .._ir.printer import line as line_of
+from .._ir.util import optional
 
 
 @frozen
 class Finding:
-    """One breach of a law; or, among `LawResult.special`, one case in which nothing could be seen, and why."""
+    """One violation of a law; or, in `LawResult.special`, one case that could not be decided, and why."""
 
-    node: str  # "" where it is of no node
+    node: str  # "" if it concerns no single node
     fact: str
     source: Source | None = None
-    parent: str = ""  # the value that was exchanged, where one was
-    difference: float | None = None  # the largest absolute difference, where numbers differ
+    parent: str = ""  # the value that was replaced, if one was
+    difference: float | None = None  # the largest absolute difference, if numbers differ
     line: str = ""  # the node as a line of the program
-    is_stale: bool = False  # overwritten or replaced since it was recorded: no fault in the program
-    law: str = ""  # put in by the law that was asked
+    is_stale: bool = False  # overwritten or replaced since the capture, so not a fault of the program
+    law: str = ""  # filled in by `LawResult.of`
 
     def __str__(self) -> str:
         far = f" (by at most {self.difference:.3g})" if self.difference is not None else ""
@@ -37,12 +37,12 @@ class Finding:
 
 
 def at_name(graph: Graph, name: str, fact: str, **more: Any) -> Finding:
-    """A finding at the node of this name, with its line of the program; at a mere name, if no node has it."""
+    """A finding at the node of this name, with its line of the program; at the bare name if there is no such node."""
     return at_node(graph[name], fact, **more) if name in graph else Finding(name, fact, **more)
 
 
 def at_node(node: Node, fact: str, **more: Any) -> Finding:
-    """A finding at a node, with its line of the program and of the user's code."""
+    """A finding at a node, with its line of the program and its line of the user's code."""
     text = line_of(node)
     short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
     return Finding(node.name, fact, getattr(node, "source", None), line=short, **more)
@@ -53,7 +53,7 @@ _LONGEST = 160
 
 @frozen
 class LawResult:
-    """The outcome of asking one law. `asked` counts its questions in the words of `unit`."""
+    """The outcome of one law. `asked` counts the cases that were checked, in units of `unit`."""
 
     asked: int = 0
     failures: tuple[Finding, ...] = ()
@@ -61,14 +61,14 @@ class LawResult:
     skipped: str = ""
     note: str = ""
     unit: str = ""
-    holds: str = "holds"  # what is said where nothing failed
-    name: str = ""  # put in by the law that was asked
+    holds: str = "holds"  # shown if nothing failed
+    name: str = ""  # filled in by `of`
 
     def __bool__(self) -> bool:
         return not self.failures
 
     def of(self, name: str) -> LawResult:
-        """The result as that of the law of this name."""
+        """The same result, labelled with the name of its law."""
         failures, special = (tuple([evolve(one, law=name) for one in some]) for some in (self.failures, self.special))
         return evolve(self, name=name, failures=failures, special=special)
 
@@ -79,19 +79,19 @@ class LawResult:
 
     @property
     def breaches(self) -> int:
-        """How often the law itself is broken."""
+        """The number of violations, stale values not counted."""
         return len(self.failures) - len(self.stale)
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Why nothing could be seen, and how often, the commonest first."""
+        """The reasons of the undecided cases with their counts, most common first."""
         return dict(Counter(finding.fact for finding in self.special).most_common())
 
     @property
     def result(self) -> str:
         """The outcome in a few words."""
         if self.skipped:
-            return f"not asked: {self.skipped}"
+            return f"skipped: {self.skipped}"
         words = [f"STALE: {len(self.stale)}" if self.stale else "" if self.failures else self.holds]
         words.append(f"BROKEN {self.breaches} times" if self.breaches else "")
         if self.special:
@@ -101,10 +101,10 @@ class LawResult:
 
 @frozen(repr=False)
 class CheckReport:
-    """The result of a check. Truthy when no law is broken and nothing is stale; a law that was not asked says why.
+    """The result of a check. Truthy if no law is broken and nothing is stale; a law that was skipped says why.
 
-    `report["each node alone"]` is one law, `report.failures` every breach, `report.special` every case in which nothing
-    could be seen, with its reason.
+    `report["each node alone"]` is one law, `report.failures` every violation, `report.special` every case that could
+    not be decided, with its reason.
     """
 
     model_name: str
@@ -121,7 +121,7 @@ class CheckReport:
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """Every breach and every stale value, law by law, in program order."""
+        """Every violation and every stale value, law by law, in program order."""
         return tuple([finding for law in self.laws for finding in law.failures])
 
     @property
@@ -131,18 +131,18 @@ class CheckReport:
 
     @property
     def special(self) -> tuple[Finding, ...]:
-        """Every case in which nothing could be seen, each with its reason."""
+        """Every case that could not be decided, with its reason."""
         return tuple([finding for law in self.laws for finding in law.special])
 
     def and_(self, laws: tuple[LawResult, ...]) -> CheckReport:
-        """The report with more laws."""
+        """The report extended by the results of more laws."""
         return evolve(self, laws=(*self.laws, *laws))
 
     def to_pandas(self) -> Any:
-        """A row for every breach and every special case, as a pandas DataFrame."""
+        """A row for every violation and every special case, as a pandas DataFrame."""
         rows = [_row(finding, "stale" if finding.is_stale else "broken") for finding in self.failures]
         rows += [_row(finding, "special") for finding in self.special]
-        return _pandas().DataFrame(rows, columns=list(_COLUMNS))
+        return optional("pandas", "pandas").DataFrame(rows, columns=list(_COLUMNS))
 
     def __str__(self) -> str:
         return "\n".join([self._headline, *self._table, *self._listing])
@@ -161,11 +161,11 @@ class CheckReport:
         name = f"Check of {self.model_name or 'a function'}:"
         if self.stale:
             name = f"{name} stale: {_what_is_stale(self.stale)}"
-            rest = "What else was asked holds." if not broken else f"Besides, {_laws(broken, len(self.laws))}"
+            rest = "All other checked laws hold." if not broken else f"Besides, {_laws(broken, len(self.laws))}"
             return f"{name}\n{CURE}\n{rest}"
         if broken:
             return f"{name} {_laws(broken, len(self.laws))}"
-        return f"{name} all holds." if not unasked else f"{name} all that was asked holds; {unasked} not asked."
+        return f"{name} all laws hold." if not unasked else f"{name} all checked laws hold; {unasked} skipped."
 
     @property
     def _table(self) -> list[str]:
@@ -187,13 +187,13 @@ def _laws(broken: int, count: int) -> str:
 
 
 def _what_is_stale(found: tuple[Finding, ...]) -> str:
-    """Which values, and what became of them."""
+    """The first stale value, what happened to it, and how many more there are."""
     first, more = found[0].fact.replace("its saved value", f"the recorded value of `{found[0].node}`"), len(found) - 1
     return f"{first}; so {'is' if more == 1 else 'are'} {more} more." if more else f"{first}."
 
 
 def _count(law: LawResult) -> str:
-    """How much was asked, in words: `1 output, 0 state changes`, `8 parents`."""
+    """The number of cases in words: `1 output, 0 state changes`, `8 parents`."""
     word, comma, rest = law.unit.partition(",")
     word = word[:-1] if law.asked == 1 and word.endswith("s") else word
     return f"{law.asked:,} {word}{comma}{rest}".rstrip()
@@ -220,10 +220,3 @@ def _counted(reasons: dict[str, int]) -> str:
 
 
 _REASONS = 4
-
-
-def _pandas() -> Any:
-    try:
-        return importlib.import_module("pandas")
-    except ImportError as error:
-        raise ImportError("this needs pandas: pip install 'replaylens[pandas]'") from error

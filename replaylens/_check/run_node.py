@@ -1,8 +1,7 @@
-"""One call of a program, run by itself.
+"""Running one call of a program on its own.
 
-In: a record, a call, values for what it reads. Out: what it gives on them, in its own modes and with its own draw; how
-far its values lie apart when it is repeated. A value that was not kept is computed on the way, and forgotten after its
-last use. Why anybody asks is not known here.
+In: a record, a call, values for its arguments. Out: its values, computed under its own modes and with its own recorded
+draw; and the spread of repeated runs. `Values` holds recomputed values of a walk until their last use.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ Given = Mapping[Ref, torch.Tensor]
 
 @frozen(eq=False)
 class NodeRunner:
-    """A call, made ready to be run on any values."""
+    """A call compiled to run on any argument values."""
 
     node: Call
-    reads: tuple[Ref, ...]  # what it reads, each once
+    reads: tuple[Ref, ...]  # its arguments, each once
     gives: tuple[Ref, ...]
     read: Callable[[list[Any]], Any]
     call: Callable[..., Any]
     template: list[Any]
 
     def __call__(self, given: Given) -> dict[Ref, Any]:
-        """Its values on these."""
+        """The values of the call on these arguments."""
         env = [*(given[ref] for ref in self.reads), *self.template]
         with modes(self.node.context):
             made = self.call(*self.read(env))
@@ -47,7 +46,7 @@ class NodeRunner:
 
 
 def ready(node: Call, draws: Mapping[str, torch.Tensor]) -> NodeRunner:
-    """A call with its recorded draws, or with others."""
+    """A runner for a call, with its recorded generator state or another one."""
     reads = tuple(dict.fromkeys(node.refs))
     slots = {ref: number for number, ref in enumerate(reads)}
     template: list[Any] = []
@@ -61,12 +60,12 @@ def ready(node: Call, draws: Mapping[str, torch.Tensor]) -> NodeRunner:
 
 
 def as_replayed(node: Call, apart: Mapping[str, frozenset[Ref]]) -> Call:
-    """The call as a replay without patches makes it: views that it writes through are read in their base."""
+    """The call as an unpatched replay runs it: detached views that it writes through are read from their base."""
     return node.keeping(apart.get(node.name, NONE)) if isinstance(node, Write) else node
 
 
 class Values:
-    """The values of a program while it is walked: recorded ones, and those that were computed on the way."""
+    """The values of a program during a walk: the recorded ones, and those recomputed on the way."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -75,7 +74,7 @@ class Values:
         self.dying: dict[int, list[Ref]] = {}
 
     def __getitem__(self, ref: Ref) -> Any:
-        """The value, as a replay begins with it: without a history, with its flag."""
+        """The value as a replay starts from it: a leaf, with its `requires_grad`."""
         value = self.made[ref] if ref in self.made else self.record.values[ref]
         return as_leaf(value) if isinstance(value, torch.Tensor) else value
 
@@ -83,19 +82,19 @@ class Values:
         return ref in self.made or ref in self.record.values
 
     def keep(self, position: int, values: Mapping[Ref, Any]) -> None:
-        """Hold what nobody recorded, until its last reader has run."""
+        """Keep the values that were not recorded until their last reader has run."""
         missing = {ref: value for ref, value in values.items() if ref not in self.record.values}
         self.made.update(missing)
         self.dying.setdefault(self.last[position], []).extend(missing)
 
     def forget(self, position: int) -> None:
-        """Drop what nothing after this position reads."""
+        """Free the values that nothing after this position reads."""
         for ref in self.dying.pop(position, ()):
             del self.made[ref]
 
 
 def drawing_otherwise(node: Call, draws: Mapping[str, torch.Tensor], seed: int) -> NodeRunner:
-    """The call with another state of its generator."""
+    """A runner for the call with another generator state."""
     assert node.draws is not None
     state = torch.Generator().manual_seed(seed).get_state()
     return ready(node, {**draws, node.draws: state})
@@ -104,9 +103,9 @@ def drawing_otherwise(node: Call, draws: Mapping[str, torch.Tensor], seed: int) 
 _TIMES = 5
 
 
-def spread_of_repetitions(alone: NodeRunner, given: Given, saved: Mapping[Ref, torch.Tensor]) -> float | None:
-    """The spread over repetitions, where every saved value lies within it."""
-    repeated = [alone(given) for _ in range(_TIMES)]
+def spread_of_repetitions(runner: NodeRunner, given: Given, saved: Mapping[Ref, torch.Tensor]) -> float | None:
+    """The spread over repeated runs, if every saved value lies within it; else None."""
+    repeated = [runner(given) for _ in range(_TIMES)]
     spreads = [_spread([made[ref] for made in repeated], value) for ref, value in saved.items()]
     return None if any(spread is None for spread in spreads) else max(s for s in spreads if s is not None)
 

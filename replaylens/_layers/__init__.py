@@ -1,1 +1,1 @@
-"""Graph + Run -> what a person wants to know about it."""
+"""The layers of a program as users see them: names, facts, tables."""

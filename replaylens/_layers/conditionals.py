@@ -1,7 +1,7 @@
-"""Where the model read a truth value to choose its way, and what it computed for that alone.
+"""Where the model branched on a tensor in Python, and which layers serve only such a condition.
 
-In: a Graph. Out: Conditionals, whose records say which layer was read, what it said, at which line, and where the model
-went on. That a value was read is known here, not guessed from a layer that nothing else reads.
+In: a Graph. Out: Conditionals. Its records say which layer was read, its value, the line that read it and the line that
+followed. They come from the guards of the capture, and are not guessed from layers without readers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .._ir.util import cached_property
 class Conditional:
     """One truth value that the model read: `if x.sum() > 0`, `while not done`, `a if flag else b`."""
 
-    layer: str  # the layer that was read
+    layer: str  # the layer that was tested
     value: bool
     source: Source | None  # the line that read it
-    taken: Source | None  # the line that it went on to; None where the value was not tested then and there
+    taken: Source | None  # the line that followed; None if the value was not tested at once
 
     def __str__(self) -> str:
         way = f", went on at line {self.taken.line}: {self.taken.text}" if self.taken else ""
@@ -31,18 +31,18 @@ class Conditional:
 
 @frozen(eq=False)
 class Conditionals:
-    """The decisions of a graph, worked out when first asked for."""
+    """The conditions of a graph, computed on first use."""
 
     graph: Graph
 
     @cached_property
     def records(self) -> tuple[Conditional, ...]:
-        """Every truth value that was read, in the order in which that happened."""
+        """Every truth value that was read, in order."""
         return tuple([Conditional(g.refs[-1].node, g.result, g.source, g.taken) for g in self._guards])
 
     @cached_property
     def terminal_bools(self) -> tuple[str, ...]:
-        """The layers of a single value that were read so, and that nothing else reads."""
+        """The layers with a single element that were read this way and by nothing else."""
         graph = self.graph
         read = dict.fromkeys([ref for guard in self._guards for ref in guard.refs if self._is_single(ref)])
         others = graph.orphans.union([ref.node for ref in graph.wanted_refs])
@@ -58,14 +58,13 @@ class Conditionals:
 
     @cached_property
     def in_branch(self) -> frozenset[str]:
-        """The layers that are computed to evaluate a condition, and for nothing that the model gives."""
-        graph = self.graph
-        found = graph.ancestors(self.terminal_bools) - self._useful
-        return frozenset([name for name in found if isinstance(graph[name], Call)])
+        """The layers that serve a condition and no output."""
+        found = self.graph.ancestors(self.terminal_bools) - self._useful
+        return frozenset([name for name in found if isinstance(self.graph[name], Call)])
 
     @cached_property
     def starts(self) -> tuple[tuple[str, str], ...]:
-        """Where a condition's own layers begin: (the layer that also serves an output, the first that does not)."""
+        """The edges into layers that serve only a condition, from layers that also serve an output."""
         graph = self.graph
         return tuple(
             [
@@ -79,12 +78,12 @@ class Conditionals:
 
     @cached_property
     def start_layers(self) -> frozenset[str]:
-        """The first layers of each condition: where a drawing says IF."""
+        """The first layers of each condition, where a drawing says IF."""
         return frozenset(name for _, name in self.starts)
 
     @cached_property
     def _useful(self) -> frozenset[str]:
-        """What the model gives or writes, and all that it comes from."""
+        """The outputs and state changes of the model, and their ancestors."""
         return self.graph.ancestors([ref.node for ref in self.graph.wanted_refs])
 
     @property
@@ -96,5 +95,5 @@ class Conditionals:
         ]
 
     def _is_single(self, ref: Ref) -> bool:
-        meaning = specs_of(self.graph[ref.node]).get(ref)
-        return meaning is not None and prod(meaning.shape) == 1
+        spec = specs_of(self.graph[ref.node]).get(ref)
+        return spec is not None and prod(spec.shape) == 1

@@ -1,7 +1,6 @@
 """Where the facts of a layer are shown: in `print(layer)`, in DataFrames, on pages. One table.
 
-In: a layer. Out: text, cells, plain data. What a fact is, and of which type, its property says (facts.py). A new fact
-is a property there and a row here.
+In: a layer. Out: text, table cells, plain data. To add a fact, add a property in layer_facts.py and a row here.
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ from .layer_facts import LayerFacts
 from .topology import Span
 
 Say = Callable[[LayerFacts], Any]
-_LONGEST = 300  # letters of a line on a page
+_LONGEST = 300  # characters of a line on a page
 
 
 @frozen
 class Field:
-    """A fact of a layer, and where it is shown. What comes out as "", None or empty is left out."""
+    """A fact of a layer, and where it is shown. Empty and None values are omitted."""
 
     fact: str
-    columns: tuple[str, ...] = ()  # of `prog.to_pandas()`, by TorchLens's names for it
-    line: tuple[str, Say] | None = None  # of `print(layer)`: its title, if it has one, and what it says
-    page: tuple[str, Say] | None = None  # of the card on a page: its key, and what is there
+    columns: tuple[str, ...] = ()  # in `prog.to_pandas()`, by TorchLens's names
+    line: tuple[str, Say] | None = None  # in `print(layer)`: a title, which may be empty, and the text
+    page: tuple[str, Say] | None = None  # on the card of a page: a key and the data
 
 
 def card(layer: LayerFacts) -> str:
-    """What `print(layer)` shows, one line a fact."""
+    """The text of `print(layer)`, one line per fact."""
     lines = [(title, say(layer)) for title, say in [field.line for field in FIELDS if field.line is not None]]
     return "\n    ".join([_head(layer), *[f"{title}: {words}" if title else words for title, words in lines if words]])
 
 
 def on_page(layer: LayerFacts) -> dict[str, Any]:
-    """What a page says of a layer, as plain data."""
+    """The facts of a layer on a page, as plain data."""
     found = {key: say(layer) for key, say in [field.page for field in FIELDS if field.page is not None]}
     return {key: value for key, value in found.items() if value not in ("", [], (), None)}
 
 
 def row(layer: LayerFacts) -> tuple[Any, ...]:
-    """What stands under `COLUMNS`."""
+    """The cells of a layer under `COLUMNS`."""
     return tuple([_cell(getattr(layer, name)) for name in COLUMNS])
 
 
@@ -61,19 +60,19 @@ def _head(layer: LayerFacts) -> str:
         return f"{layer.layer_type.capitalize()} {layer.label}:"
     count = len(layer.passes)
     passes = f" (pass {layer.pass_number} of {count})" if count > 1 else ""
-    total = len(layer._lens.atlas.order)
+    total = len(layer._facts.index.order)
     return f"Layer {Label.of(layer.label).layer}{passes}, operation {layer.ordinal + 1} of {total}:"
 
 
 def _value(layer: LayerFacts) -> str:
     part = f" (number {layer.index} of several)" if layer.index is not None else ""
-    meanings = ", ".join(map(str, layer._lens.meanings(layer._place)))
+    specs = ", ".join(map(str, layer._facts.specs(layer._place)))
     preview = [f"        {row}" for row in _preview(layer).splitlines()]
-    return "\n".join([f"{meanings}, {format_bytes(layer.nbytes)}{part}", *preview])
+    return "\n".join([f"{specs}, {format_bytes(layer.nbytes)}{part}", *preview])
 
 
 def _preview(layer: LayerFacts) -> str:
-    """A corner of its content."""
+    """A corner of the value."""
     try:
         tensor = layer.value
     except (NotSaved, StaleValue) as reason:
@@ -150,20 +149,20 @@ def _note(layer: LayerFacts) -> str:
 
 
 def _gives(layer: LayerFacts) -> list[str]:
-    return [_sized(meaning) for meaning in layer._lens.meanings(layer._place)]
+    return [_sized(spec) for spec in layer._facts.specs(layer._place)]
 
 
 def _read(layer: LayerFacts) -> list[list[str]]:
-    meanings = [(one, TensorSpec(one.shape, one.dtype, "", None)) for one in layer.parameters]
-    return [[one.address, _sized(meaning)] for one, meaning in meanings]
+    specs = [(one, TensorSpec(one.shape, one.dtype, "", None)) for one in layer.parameters]
+    return [[one.address, _sized(spec)] for one, spec in specs]
 
 
-def _sized(meaning: TensorSpec) -> str:
-    return f"{meaning}  {format_bytes(meaning.nbytes)}"
+def _sized(spec: TensorSpec) -> str:
+    return f"{spec}  {format_bytes(spec.nbytes)}"
 
 
 def _listed(fact: str, nothing: str = "") -> Say:
-    """The items of a fact, in one line."""
+    """A function that shows the items of a fact in one line."""
     return lambda layer: ", ".join(map(str, getattr(layer, fact))) or nothing
 
 

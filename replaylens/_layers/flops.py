@@ -1,10 +1,9 @@
-"""What an operation costs: floating-point operations, and multiplications with an addition.
+"""The cost of operations: floating-point operations and multiply-adds.
 
-In: a Call and the shapes of what it reads and gives. Out: a Cost. No tensor is touched, so models larger than memory
-can be counted. Matrix products, convolutions, attention and recurrent networks are counted as torch's own counter does:
-a multiplication with its addition is two operations, and what such a function does besides (a bias, a softmax inside
-attention) is none. Other operations count by the book of `_ir/ops.py`; what only moves or makes data counts nothing.
-What nobody knows has no cost but None: no sum takes it for zero.
+In: a Call and the shapes of its arguments and values. Out: a Cost. No tensor is touched, so models larger than memory
+can be counted. Matrix products, convolutions, attention and recurrent networks count as in torch.utils.flop_counter: a
+multiply-add is two operations, and extras (a bias, the softmax inside attention) are none. Other operations count as
+`_ir/ops.py` says; moving or creating data is free. An unknown cost is None and never zero.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from .._ir.write import Original, original_call
 
 
 class ShapeOnly(tuple[int, ...]):
-    """The shape of a tensor, where it stands among arguments."""
+    """The shape of a tensor, as an argument in its place."""
 
     __slots__ = ()
 
 
 @frozen
 class Cost:
-    """`macs` are those of matrix products; they are in `flops` too, as two each. None: not known."""
+    """`macs` are those of matrix products; `flops` counts each of them twice. None if unknown."""
 
     flops: int | None
     macs: int | None = 0
@@ -41,7 +40,7 @@ FREE, UNKNOWN = Cost(0), Cost(None, None)
 
 
 def cost_of(call: Call, graph: Graph) -> Cost:
-    """What one call costs."""
+    """The cost of one call."""
     made, kind = original_call(call), call.kind
     packet = getattr(made.target.function, "_overloadpacket", None)
     op = of_kind(kind)
@@ -60,13 +59,13 @@ def cost_of(call: Call, graph: Graph) -> Cost:
     if op.has(Quirk.DROPOUT):
         return Cost(2 * prod(call.meaning[0].shape)) if _drops(made) else FREE
     if each := next((cost for quirk, cost in _EACH_OUTPUT if op.has(quirk)), int(op.is_pointwise)):
-        return Cost(each * max([prod(meaning.shape) for meaning in call.meaning], default=0))
+        return Cost(each * max([prod(spec.shape) for spec in call.meaning], default=0))
     if each := next((cost for quirk, cost in _EACH_INPUT if op.has(quirk)), int(op.is_reduction)):
         return Cost(each * max([prod(_meaning(graph, ref).shape) for ref in call.refs], default=0))
     return UNKNOWN
 
 
-_OWN = frozenset("identity standing hook newparameter requiresgrad".split())  # what the package itself puts in
+_OWN = frozenset("identity standing hook newparameter requiresgrad".split())  # inserted by this package
 _EACH_OUTPUT = (Quirk.COSTS_1, 1), (Quirk.COSTS_2, 2), (Quirk.COSTS_3, 3), (Quirk.COSTS_5, 5)
 _EACH_INPUT = (Quirk.COSTS_1_OF_READ, 1), (Quirk.COSTS_3_OF_READ, 3)
 _POOLS = {f"{what}pool{dims}d": dims for what in ("max", "avg") for dims in (1, 2, 3)}
@@ -78,7 +77,7 @@ def _meaning(graph: Graph, ref: Ref) -> TensorSpec:
 
 
 def _shaped(made: Original, graph: Graph) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with the shapes of tensors in the place of tensors."""
+    """The arguments with each tensor replaced by its shape."""
 
     def fill(leaf: Any) -> Any:
         return ShapeOnly(_meaning(graph, leaf).shape) if type(leaf) is Ref else leaf
@@ -98,7 +97,7 @@ def _shapes(value: Any) -> list[ShapeOnly]:
 
 
 def _by_torch(packet: Any, args: Any, kwargs: Mapping[str, Any], out: ShapeOnly) -> int | None:
-    """An ATen call, by the formula that torch has for it."""
+    """The cost of an ATen call by the formula in torch's registry."""
     plain = [list(arg) if type(arg) is ShapeOnly else arg for arg in args]
     return int(flop_registry[packet](*plain, **kwargs, out_val=list(out)))
 
@@ -132,7 +131,7 @@ def _attention(args: Any, out: ShapeOnly) -> int:
 
 
 def _einsum(args: Any, out: ShapeOnly) -> int | None:
-    """Of two operands; of more it depends on the order. What only one has is summed before, unless it is given out."""
+    """The cost for two operands; for more it depends on the order. An axis of one operand alone is summed first."""
     equation, *operands = args
     shapes = _shapes(operands)
     if not isinstance(equation, str) or "." in equation or len(shapes) != 2:
@@ -148,7 +147,7 @@ def _einsum(args: Any, out: ShapeOnly) -> int | None:
 
 
 def _recurrent(args: Any, out: ShapeOnly) -> int:
-    """At every step, each matrix of weights is multiplied once with each item of the batch."""
+    """Each weight matrix is multiplied once per step and batch item."""
     packed = type(args[1]) is ShapeOnly and type(args[2]) in (list, tuple) and type(args[3]) in (list, tuple)
     weights = args[3] if packed else args[2]
     return 2 * prod(args[0][:-1]) * sum(prod(shape) for shape in _shapes(weights) if len(shape) == 2)
@@ -177,7 +176,7 @@ _NAMES = "input self query tensor batch1 mat mat1 weight key other vec vec2 mat2
 
 
 def _pool(dims: int, made: Original, count: int) -> Cost:
-    """Each window is gone through once."""
+    """One operation per element of each window."""
     size = made.kwargs.get("kernel_size", made.args[1] if len(made.args) > 1 else None)
     sizes = list(getattr(size, "items", size if isinstance(size, tuple) else (size,)))
     if not all(type(one) is int for one in sizes):
@@ -186,6 +185,6 @@ def _pool(dims: int, made: Original, count: int) -> Cost:
 
 
 def _drops(made: Original) -> bool:
-    """Does a dropout drop anything? It does not in evaluation."""
+    """True unless the dropout runs in evaluation mode."""
     train = made.kwargs.get("training", made.kwargs.get("train", made.args[2] if len(made.args) > 2 else True))
     return train is not False

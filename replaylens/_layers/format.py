@@ -1,4 +1,4 @@
-"""Sizes, counts and times as people say them."""
+"""Sizes, counts and times as text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every name of every layer, and the ways to find it.
+"""Every name of every layer, and the lookup of layers by name.
 
-In: a Graph and a name in any of a user's spellings: `conv2d_3_7`, `conv2d_3`, `conv2d_3_7:1`, `features.6`,
-`features.6:2`, `7`, `-5`, `fc.weight`. Out: the place that it means, or an error that offers the nearest names.
+In: a Graph and a name in any spelling: `conv2d_3_7`, `conv2d_3`, `conv2d_3_7:1`, `features.6`, `features.6:2`, `7`,
+`-5`, `fc.weight`. Out: its Location, or an error that offers the nearest names.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..errors import NoSuchLayer
 
 @frozen(eq=False)
 class LayerIndex:
-    """Every name of every layer of a graph, worked out when first asked for."""
+    """Every name of every layer of a graph, computed on first use."""
 
     graph: Graph
 
     @cached_property
     def places(self) -> tuple[Location, ...]:
-        """The layers in order: inputs, calls, buffers and constants where they were first read, then the outputs."""
+        """The layers in order: inputs, calls, buffers and constants at their first use, then the outputs."""
         graph = self.graph
         found = [Location(node.name) for node in graph.nodes if self._is_layer(node.name)]
         number = max((numbers[1] for place in found if (numbers := Label.of(place.label).numbers)), default=-1)
@@ -50,7 +50,7 @@ class LayerIndex:
 
     @cached_property
     def aliases(self) -> dict[str, list[Location]]:
-        """Every other spelling: short labels, explicit first passes, module addresses, addresses of state."""
+        """The other names: short labels, explicit first passes, module addresses, addresses of state."""
         found: dict[str, list[Location]] = {}
         for place in self.places:
             layer, turn = Label.of(place.label)
@@ -67,22 +67,22 @@ class LayerIndex:
 
     @cached_property
     def module_places(self) -> dict[str, Location]:
-        """`features.6`, and `features.6:2` for its second call: what the module handed on. Of several tensors each has
-        a name besides: `attn[0]`, `encoder[hidden]`.
+        """The outputs of modules: `features.6`, `features.6:2` for its second call. If a module returns several
+        tensors, each has a name of its own, too: `attn[0]`, `encoder[hidden]`.
         """
         found: dict[str, Location] = {}
         calls: dict[str, list[Location]] = {}
         for scope, tree in self.graph.module_outputs:
-            if place := self._handed_on(scope, tree):
+            if place := self._module_output(scope, tree):
                 found[str(scope)] = place
                 calls.setdefault(scope.address, []).append(place)
         found.update({address: places[0] for address, places in calls.items() if len(places) == 1})
         for address, place in list(found.items()):
-            found.update(self._each_of(address, place))
+            found.update(self._output_names(address, place))
         return self._under_each_address(found)
 
     def _under_each_address(self, found: dict[str, Any]) -> dict[str, Any]:
-        """By the names of modules, or of their calls and values: the same by their other addresses."""
+        """Extend a mapping keyed by names of modules, their calls and outputs by the modules' other addresses."""
         for name, place in list(found.items()) if self.other_addresses else ():
             address = re.split(r"[:\[]", name, maxsplit=1)[0]
             found.update({other + name[len(address) :]: place for other in self.other_addresses.get(address, ())})
@@ -90,27 +90,27 @@ class LayerIndex:
 
     @cached_property
     def other_addresses(self) -> dict[str, tuple[str, ...]]:
-        """Of a module that stands at several addresses: the others, by the first."""
+        """By the first address of a module: its other addresses."""
         found: dict[str, tuple[str, ...]] = {}
         for other, first in self.graph.twice:
             found[first] = (*found.get(first, ()), other)
         return found
 
-    def _handed_on(self, scope: Scope, tree: Any) -> Location | None:
-        """The place of what a call of a module gave."""
+    def _module_output(self, scope: Scope, tree: Any) -> Location | None:
+        """The location of the output of a module call."""
         refs = list(dict.fromkeys(refs_in(tree)))
         if not refs:
             return None
         place = evolve(self.by_label[refs[0].node], scope=scope)
         if len(refs) > 1:
             ways = {leaf: way for way, leaf in reversed(list(walk(tree, keyed))) if type(leaf) is Ref}
-            return evolve(place, part=tree, names=tuple([_way(ways[ref]) for ref in refs]))
+            return evolve(place, part=tree, names=tuple([_path_text(ways[ref]) for ref in refs]))
         if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
             return evolve(place, part=tree)
         return place
 
-    def _each_of(self, address: str, place: Location) -> dict[str, Location]:
-        """The names of each of several tensors that a module gave."""
+    def _output_names(self, address: str, place: Location) -> dict[str, Location]:
+        """The names of the tensors that a module returned, if there are several."""
         pairs = zip(place.names, place.refs, strict=True) if place.names else ()
         return {f"{address}{way}": evolve(self.by_label[ref.node], part=ref, scope=place.scope) for way, ref in pairs}
 
@@ -124,9 +124,9 @@ class LayerIndex:
         return self._under_each_address(found)
 
     def find(self, name: Any) -> Location:
-        """The layer that a name means; several passes of a layer need the pass."""
+        """The layer with this name. A layer of several passes needs the pass."""
         if isinstance(known := getattr(name, "_place", None), Location):
-            return known if name._atlas is self else self.find(name.label)
+            return known if name._index is self else self.find(name.label)
         if type(name) is int:
             if not -len(self.order) <= name < len(self.order):
                 raise NoSuchLayer(
@@ -141,7 +141,7 @@ class LayerIndex:
             return place
         if not name:
             ends = ", ".join([repr(place.label) for place in self.places if place.output is not None])
-            raise NoSuchLayer(f"'' is the model itself, and no layer. What it hands on: {ends or 'no tensor'}.")
+            raise NoSuchLayer(f"'' is the model itself, not a layer. Its outputs: {ends or 'no tensor'}.")
         if places := self.aliases.get(name):
             if len(places) > 1 and name not in self.module_places:
                 raise NoSuchLayer(
@@ -157,12 +157,12 @@ class LayerIndex:
                 f"the module {name!r} hands on no tensor of the program, by itself or in a container or object. "
                 f"`prog.find(module={name!r})` lists what it computes."
             )
-        if why := self._why_several(name):
+        if why := self._ambiguity(name):
             raise NoSuchLayer(why)
         raise NoSuchLayer(f"no layer is called {name!r}.{self.nearest(name)}")
 
-    def _why_several(self, name: str) -> str:
-        """What a name means that is no name of one layer: a type, or a glob."""
+    def _ambiguity(self, name: str) -> str:
+        """Why a name that is not the name of a layer is one of several: a type or a glob. "" if it is neither."""
         found = [place for place in self.places if self._type_of(place) == name]
         if not found:
             names = (*self.by_label, *self.aliases, *self.module_places)
@@ -176,14 +176,14 @@ class LayerIndex:
         return f"{said}as a key of patches, `patch={{{name!r}: ...}}`, it means them all."
 
     def _type_of(self, place: Location) -> str:
-        """Which type a layer is of, as keys of patches have it."""
+        """The type of a layer, as in keys of patches."""
         node = self.graph[place.node]
         return (
             "output" if place.output is not None else "input" if isinstance(node, Input) else getattr(node, "kind", "")
         )
 
     def nearest(self, name: str) -> str:
-        """The three nearest names, as the end of an error's text."""
+        """The nearest names, as the end of an error message."""
         names = [*self.by_label, *self.aliases]
         close: list[str] = []
         for match in get_close_matches(name, names, n=12, cutoff=0.4):  # three layers, not three names of one
@@ -200,7 +200,7 @@ class LayerIndex:
         return tuple([name for name in names if self._is_layer(name)])
 
     def _is_layer(self, name: str) -> bool:
-        """Orphans, parameters and what stands for an edge are no layers."""
+        """True unless it is an orphan, a parameter or the node of an edge."""
         return name not in self.graph.orphans and getattr(self.graph[name], "kind", "") not in ("parameter", "edge")
 
     def children(self, place: Location) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ class LayerIndex:
 
     @cached_property
     def _ends(self) -> dict[str, list[str]]:
-        """By node: the outputs of the program that are its values."""
+        """By node: the program outputs that are its values."""
         found: dict[str, list[str]] = {}
         for place in self.places:
             if place.output is not None:
@@ -226,7 +226,7 @@ class LayerIndex:
 
     @cached_property
     def _names(self) -> dict[Any, list[str]]:
-        """By place: the other names under which it alone is found."""
+        """By location: the other names that belong to it alone."""
         found: dict[Any, list[str]] = {}
         for name, places in self.aliases.items():
             if (len(places) == 1 or name in self.module_places) and places[0].part is None:
@@ -242,12 +242,12 @@ class LayerIndex:
         return found
 
     def keys_of(self, place: Location) -> tuple[Any, ...]:
-        """Every name under which a layer is found: its ordinal from the end, its ordinal, its label, all others."""
+        """Every name of a layer: its ordinals from the end and from the start, its label, all others."""
         number = self.ordinals.get(place.label)
         ordinals = [] if number is None else [number - len(self.order), number]
         return (*ordinals, place.label, *sorted(self._names.get((place.node, place.output), [])))
 
 
-def _way(path: tuple[Any, ...]) -> str:
-    """The way to one of several tensors: `[0]`, `[hidden][1]`."""
+def _path_text(path: tuple[Any, ...]) -> str:
+    """The path to one of several tensors: `[0]`, `[hidden][1]`."""
     return "".join([f"[{step}]" for step in path])

@@ -1,7 +1,7 @@
-"""Layer: the view of one node for a person.
+"""Layer: one layer of a program, as users see it.
 
-In: the Lens of a program and a Location in it. Out: everything that is known of the layer there (facts.py), and
-what can be done with it.
+In: the ProgramFacts of a program and a Location in it. Out: the facts of the layer there (layer_facts.py), its value,
+its gradient and its plot.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .program_facts import ProgramFacts
 
 @frozen(repr=False)
 class Layer(LayerFacts, ValueSource):
-    """One layer of a program: its label, its value, where it lies and what is next to it."""
+    """One layer of a program: its label, its value, its facts and its neighbours."""
 
-    _lens: ProgramFacts
+    _facts: ProgramFacts
     _place: Location
     _read: Callable[..., Any] = field(repr=False)
     _grad: Callable[[str], Any] = field(repr=False)
     _plot: Callable[..., Any] = field(repr=False)
 
     @property
-    def _atlas(self) -> LayerIndex:
-        return self._lens.atlas
+    def _index(self) -> LayerIndex:
+        return self._facts.index
 
     @property
     def parts(self) -> tuple[Layer, ...]:
         """For an operation that returned several tensors, a Layer for each; otherwise the layer itself."""
-        refs = self._lens.refs(self._place)
+        refs = self._facts.refs(self._place)
         if len(refs) == 1:
             return (self,)
         return tuple([evolve(self, place=self._place.of(ref, ref.node)) for ref in refs])

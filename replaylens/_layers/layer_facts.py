@@ -1,7 +1,7 @@
-"""What is known of one layer: all facts of it, each a property.
+"""The facts of a layer, each a property.
 
-In: the Lens that all layers of a program share, and the Location of its own layer. Out: the base of `Layer`. fields.py
-says where each fact is shown; TorchLens's names for them are in _torchlens/names.py.
+In: the ProgramFacts that all layers of a program share, and the Location of the layer. Out: the base class of `Layer`.
+fields.py says where each fact is shown; TorchLens's names for them are in _torchlens/names.py.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class LayerFacts(TorchLensNames):
     """The facts of a layer."""
 
     __slots__ = ()
-    _lens: ProgramFacts
+    _facts: ProgramFacts
     _place: Location
     _read: Callable[[Location], Any]
 
     @property
     def node(self) -> Node:
         """The node of the graph whose value it is."""
-        return self._lens.graph[self._place.node]
+        return self._facts.graph[self._place.node]
 
     @property
     def _call(self) -> Call | None:
@@ -47,15 +47,19 @@ class LayerFacts(TorchLensNames):
     @property
     def ordinal(self) -> int | None:
         """Its position among the layers, from 0; None for parameters and orphans, which are no layers."""
-        return self._lens.atlas.ordinals.get(self._place.label)
+        return self._facts.index.ordinals.get(self._place.label)
 
     def _born_among(self, labels: Iterable[str]) -> list[str]:
-        """Those layers that were made inside the model."""
-        kin, ordinals = self._lens.kin, self._lens.atlas.ordinals
-        return [label for label in labels if kin.is_born[ordinals[label]]]
+        """Those of the labels whose layers were created inside the model."""
+        topology, ordinals = self._facts.topology, self._facts.index.ordinals
+        return [label for label in labels if topology.is_born[ordinals[label]]]
 
-    def _labels(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        return tuple([self._lens.atlas.order[number] for number in numbers])
+    def _related(self, find: Callable[[int], Iterable[int]]) -> tuple[str, ...]:
+        return (
+            tuple([self._facts.index.order[number] for number in find(self.ordinal)])
+            if self.ordinal is not None
+            else ()
+        )
 
     # -- label, type, numbers, passes --
 
@@ -99,12 +103,12 @@ class LayerFacts(TorchLensNames):
     @property
     def passes(self) -> tuple[str, ...]:
         """The labels of all passes of its layer, its own among them."""
-        return tuple(self._lens.atlas.passes.get(Label.of(self.label).layer, (self.label,)))
+        return tuple(self._facts.index.passes.get(Label.of(self.label).layer, (self.label,)))
 
     @property
     def lookup_keys(self) -> tuple[Any, ...]:
         """Every name under which the program finds it."""
-        return self._lens.atlas.keys_of(self._place)
+        return self._facts.index.keys_of(self._place)
 
     # -- the value --
 
@@ -116,24 +120,24 @@ class LayerFacts(TorchLensNames):
     @property
     def is_saved(self) -> bool:
         """Whether its value was kept."""
-        return self._lens.is_saved(self._place)
+        return self._facts.is_saved(self._place)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
         """The shape of its value; None for several tensors."""
-        meaning = self._lens.meaning(self._place)
-        return meaning.shape if meaning is not None else None
+        spec = self._facts.spec(self._place)
+        return spec.shape if spec is not None else None
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of its value; None for several tensors."""
-        meaning = self._lens.meaning(self._place)
-        return meaning.dtype if meaning is not None else None
+        spec = self._facts.spec(self._place)
+        return spec.dtype if spec is not None else None
 
     @property
     def nbytes(self) -> int:
         """The size of its value in bytes, without Python's overhead."""
-        return self._lens.nbytes(self._place)
+        return self._facts.nbytes(self._place)
 
     @property
     def is_one_of_several(self) -> bool:
@@ -146,15 +150,15 @@ class LayerFacts(TorchLensNames):
         ref = self._place.output or self._place.part
         if ref is None or not self.is_one_of_several:
             return None
-        return self._lens.refs(Location(self.node.name)).index(ref)
+        return self._facts.refs(Location(self.node.name)).index(ref)
 
     @property
     def gradient_function(self) -> str | None:
         """What autograd would do for it: `ConvolutionBackward0`; None if no gradient flows, or nothing was kept."""
-        refs = self._lens.refs(self._place)
-        if not refs or refs[0] in self._lens.account.gradients:
-            return self._lens.account.gradients[refs[0]] if refs else None
-        tensor = self._lens.record.values.get(refs[0])
+        refs = self._facts.refs(self._place)
+        if not refs or refs[0] in self._facts.account.gradients:
+            return self._facts.account.gradients[refs[0]] if refs else None
+        tensor = self._facts.record.values.get(refs[0])
         return history_of(tensor) if tensor is not None else None
 
     # -- the call, its source, its cost --
@@ -171,15 +175,15 @@ class LayerFacts(TorchLensNames):
 
     @property
     def _target(self) -> Target | None:
-        return made.target if (made := self._made) is not None else None
+        return original.target if (original := self._original) is not None else None
 
     @property
-    def _made(self) -> Original | None:
+    def _original(self) -> Original | None:
         if (call := self._call) is None:
             return None
-        made = original_call(call)
-        wrote = None if call.edited else self._lens.account.originals.get(call.name)
-        return made if wrote is None else made._replace(target=wrote)
+        original = original_call(call)
+        wrote = None if call.edited else self._facts.account.originals.get(call.name)
+        return original if wrote is None else original._replace(target=wrote)
 
     @property
     def is_inplace(self) -> bool:
@@ -187,29 +191,29 @@ class LayerFacts(TorchLensNames):
         call = self._call
         if call is None or call.edited:
             return False
-        return call.name in self._lens.account.originals or (isinstance(call, Write) and call.is_handed_on)
+        return call.name in self._facts.account.originals or (isinstance(call, Write) and call.is_handed_on)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The positional arguments, with tensors as their recorded values."""
-        return self._concrete(made.args) if (made := self._made) is not None else ()
+        return self._concrete(original.args) if (original := self._original) is not None else ()
 
     @property
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments, with tensors as their recorded values."""
-        made = self._made
-        return {key: self._concrete(tree) for key, tree in made.kwargs.items()} if made is not None else {}
+        original = self._original
+        return {key: self._concrete(tree) for key, tree in original.kwargs.items()} if original is not None else {}
 
     @property
     def plain_arguments(self) -> tuple[Any, ...]:
         """The positional arguments that contain no tensor."""
-        trees = made.args if (made := self._made) is not None else ()
+        trees = original.args if (original := self._original) is not None else ()
         return tuple([thaw(tree, self._leaf) for tree in trees if not holds_tensor(tree)])
 
     @property
     def plain_keywords(self) -> dict[str, Any]:
         """The keyword arguments that contain no tensor."""
-        named = made.kwargs if (made := self._made) is not None else {}
+        named = original.kwargs if (original := self._original) is not None else {}
         return {key: thaw(tree, self._leaf) for key, tree in named.items() if not holds_tensor(tree)}
 
     def _concrete(self, tree: Any) -> Any:
@@ -230,25 +234,25 @@ class LayerFacts(TorchLensNames):
     @property
     def stack(self) -> tuple[Source, ...]:
         """The user's source lines that led to it, from its own up to the one that called `capture`, and beyond."""
-        outside = self._lens.account.called_from
+        outside = self._facts.account.called_from
         around = outside.stack if outside is not None else ()
         return (*self.source.stack, *around) if self.source is not None else ()
 
     @property
     def seconds(self) -> float | None:
         """The running time of its function; None if it was not timed, as in programs made by an edit."""
-        taken, graph = self._lens.account.nanoseconds, self._lens.graph
+        taken, graph = self._facts.account.nanoseconds, self._facts.graph
         return taken[graph.positions[self._place.node]] / 1e9 or None if taken and self._call is not None else None
 
     @property
     def generator_state(self) -> torch.Tensor | None:
         """The RNG state when it drew; None if it drew no random numbers."""
         call = self._call
-        return self._lens.record.draws.get(call.draws) if call is not None and call.draws is not None else None
+        return self._facts.record.draws.get(call.draws) if call is not None and call.draws is not None else None
 
     @property
     def _cost(self) -> Cost:
-        return self._lens.costs[self._place.node] if self._call is not None else FREE
+        return self._facts.costs[self._place.node] if self._call is not None else FREE
 
     @property
     def flops(self) -> int | None:
@@ -268,78 +272,78 @@ class LayerFacts(TorchLensNames):
         call = self._call
         if call is None:
             return ()
-        nodes = [self._lens.graph[name] for name in dict.fromkeys([ref.node for ref in call.refs])]
+        nodes = [self._facts.graph[name] for name in dict.fromkeys([ref.node for ref in call.refs])]
         read = [node for node in nodes if isinstance(node, State) and node.kind == "parameter"]
-        return tuple([self._lens.parameters[node.name] for node in read])
+        return tuple([self._facts.parameters[node.name] for node in read])
 
     # -- where it comes from and leads to --
 
     @property
     def parents(self) -> tuple[str, ...]:
         """The labels of the layers that it reads."""
-        return self._lens.atlas.parents(self._place)
+        return self._facts.index.parents(self._place)
 
     @property
     def children(self) -> tuple[str, ...]:
         """The labels of the layers that read it."""
-        return self._lens.atlas.children(self._place)
+        return self._facts.index.children(self._place)
 
     @property
     def siblings(self) -> tuple[str, ...]:
         """The labels of the layers that share a parent with it."""
-        return self._labels(self._lens.kin.siblings(self.ordinal)) if self.ordinal is not None else ()
+        return self._related(self._facts.topology.siblings)
 
     @property
     def spouses(self) -> tuple[str, ...]:
         """The labels of the layers that share a child with it."""
-        return self._labels(self._lens.kin.spouses(self.ordinal)) if self.ordinal is not None else ()
+        return self._related(self._facts.topology.spouses)
 
     @property
     def origins(self) -> tuple[str, ...]:
         """The layers without parents from which it derives: inputs, buffers, layers created inside; or itself."""
-        return self._labels(self._lens.kin.roots_of(self.ordinal)) if self.ordinal is not None else ()
+        return self._related(self._facts.topology.roots_of)
 
     @property
     def ends(self) -> tuple[str, ...]:
         """The output layers that it leads to; itself, if it is one."""
-        return self._labels(self._lens.kin.ends_of(self.ordinal)) if self.ordinal is not None else ()
+        return self._related(self._facts.topology.ends_of)
 
     @property
     def steps_from_input(self) -> Span:
         """How many steps it is from an input, least and most; None where it comes from none."""
-        return self._lens.kin.from_input[self.ordinal] if self.ordinal is not None else None
+        return self._facts.topology.from_input[self.ordinal] if self.ordinal is not None else None
 
     @property
     def steps_to_output(self) -> Span:
         """How many steps it is to an output, least and most; None where it leads to none."""
-        return self._lens.kin.to_output[self.ordinal] if self.ordinal is not None else None
+        return self._facts.topology.to_output[self.ordinal] if self.ordinal is not None else None
 
     @property
     def is_born_inside(self) -> bool:
         """Whether it was created inside the model, from no other layer, as by `torch.rand` or from parameters alone."""
-        return self.ordinal is not None and self._lens.kin.is_born[self.ordinal]
+        return self.ordinal is not None and self._facts.topology.is_born[self.ordinal]
 
     @property
     def ends_inside(self) -> bool:
         """Whether nothing reads it, and it is neither an output nor written to a buffer."""
         if self.ordinal is None or self._place.output is not None or self.children:
             return False
-        return not any(ref.node == self._place.node for _, ref in self._lens.graph.changes)
+        return not any(ref.node == self._place.node for _, ref in self._facts.graph.changes)
 
     @property
     def is_condition(self) -> bool:
         """Whether the model branched on it: a single value, read by `if` and nothing else."""
-        return self._place.label in self._lens.conditions.terminal_bools
+        return self._place.label in self._facts.conditions.terminal_bools
 
     @property
     def starts_condition(self) -> bool:
         """Whether the computation that decides a branch forks off the path to the output here."""
-        return self._place.label in self._lens.conditions.start_layers
+        return self._place.label in self._facts.conditions.start_layers
 
     @property
     def is_in_condition(self) -> bool:
         """Whether it is computed to decide a branch, and for nothing else."""
-        return self._place.label in self._lens.conditions.in_branch
+        return self._place.label in self._facts.conditions.in_branch
 
     @property
     def buffer(self) -> str | None:
@@ -365,16 +369,16 @@ class LayerFacts(TorchLensNames):
     @property
     def output_of(self) -> tuple[str, ...]:
         """The module calls of which it is the output, innermost first."""
-        return self._lens.module_calls.outputs.get(self._place.node, ()) if self._place.output is None else ()
+        return self._facts.module_calls.outputs.get(self._place.node, ()) if self._place.output is None else ()
 
     @property
     def input_of(self) -> tuple[str, ...]:
         """The module calls that it goes into: it was computed outside of them and is read inside."""
         if self._place.output is not None:
             return ()
-        graph = self._lens.graph
+        graph = self._facts.graph
         readers = [graph.nodes[position] for position in graph.users[graph.positions[self._place.node]]]
-        return self._lens.module_calls.entered(self.node, readers)
+        return self._facts.module_calls.entered(self.node, readers)
 
     @property
     def is_whole_module(self) -> bool:
@@ -383,4 +387,4 @@ class LayerFacts(TorchLensNames):
 
     @property
     def _whole_call(self) -> str | None:
-        return self._lens.module_calls.bottom_level(self.node) if self._place.output is None else None
+        return self._facts.module_calls.bottom_level(self.node) if self._place.output is None else None

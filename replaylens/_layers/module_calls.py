@@ -1,6 +1,6 @@
-"""The calls of modules: which lies in which, what is computed in each, and what goes in and out.
+"""The calls of modules: their nesting, sizes, inputs and outputs.
 
-In: a Graph and the model's list of modules. Out: ModuleCalls, by name: `layer1.0:2` is the second call of `layer1.0`.
+In: a Graph and the model's modules. Out: ModuleCalls, in which `layer1.0:2` is the second call of `layer1.0`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .._ir.util import cached_property
 
 @frozen(eq=False)
 class ModuleCalls:
-    """All calls of modules in a forward, in their order."""
+    """All calls of modules in a forward, in order."""
 
     graph: Graph
-    modules: dict[str, str]  # those of the model: address -> class
+    modules: dict[str, str]  # address -> class
 
     @cached_property
     def scopes(self) -> dict[str, Scope]:
-        """Every call by its name, an outer one before those in it."""
+        """Every call by name, outer calls before inner ones."""
         found: dict[str, Scope] = {}
         inner = [node.scope for node in self.graph.calls if node.scope is not None]
         for scope in (*inner, *(scope for scope, _ in self.graph.module_outputs)):
@@ -50,7 +50,7 @@ class ModuleCalls:
 
     @cached_property
     def children(self) -> dict[str, tuple[str, ...]]:
-        """The calls that each call makes itself."""
+        """The direct sub-calls of each call."""
         found: dict[str, list[str]] = {name: [] for name in self.scopes}
         for name, scope in self.scopes.items():
             if scope.parent is not None:
@@ -59,12 +59,12 @@ class ModuleCalls:
 
     @cached_property
     def top(self) -> tuple[str, ...]:
-        """The calls that lie in no other, but in the model itself."""
+        """The calls that are in no other module call."""
         return tuple([name for name, scope in self.scopes.items() if scope.parent is None])
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """How many operations each call has, those of the calls in it included."""
+        """The number of operations in each call, sub-calls included."""
         found = dict.fromkeys(self.scopes, 0)
         for node in self.graph.calls:
             for scope in _stack(node):
@@ -73,7 +73,7 @@ class ModuleCalls:
 
     @cached_property
     def outputs(self) -> dict[str, tuple[str, ...]]:
-        """By node: the calls that return its value, the innermost first."""
+        """By node: the calls that return its value, innermost first."""
         found: dict[str, list[str]] = {}
         for scope, tree in self.graph.module_outputs:
             for name in dict.fromkeys([leaf.node for leaf in refs_in(tree)]):
@@ -81,13 +81,13 @@ class ModuleCalls:
         return {name: tuple(calls) for name, calls in found.items()}
 
     def entered(self, node: Node, readers: Iterable[Node]) -> tuple[str, ...]:
-        """The calls into which a value goes: it was made outside of them and is read inside."""
+        """The calls that a value enters: it was computed outside of them and is read inside."""
         own = {str(scope) for scope in _stack(node)}
         names = [str(scope) for reader in readers for scope in _stack(reader)]
         return tuple(dict.fromkeys([name for name in names if name not in own]))
 
     def bottom_level(self, node: Node) -> str | None:
-        """The call that consists of this one operation, and returns it."""
+        """The call that consists of this one operation and returns its value; None if there is none."""
         scope = node.scope if isinstance(node, Call) else None
         if scope is None or self.sizes[str(scope)] != 1 or str(scope) not in self.outputs.get(node.name, ()):
             return None

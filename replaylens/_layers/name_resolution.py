@@ -1,7 +1,7 @@
-"""What a user's words for places in a program mean, as names of nodes and as Refs.
+"""Resolution of names that users give to edits, into nodes and Refs.
 
-In: names of layers, keys of mappings of patches, lists and selections of them. Out: what an edit works with. Patches,
-values and Programs are not known here.
+In: names of layers, keys of mappings of patches, lists and selections of them. Out: the nodes and Refs that an edit
+works on. Patches, values and Programs are not known here.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .layer import Layer
 
 @frozen(eq=False)
 class NameResolver:
-    """The words for places in one program."""
+    """Resolves names in one program."""
 
-    atlas: LayerIndex
+    index: LayerIndex
     sites: Callable[[Any], Iterable[Location]]
 
     def nodes(self, key: Any) -> list[str]:
@@ -34,11 +34,11 @@ class NameResolver:
         return list(dict.fromkeys(one.node for site in self.sites(key) for one in site.each))
 
     def operations(self, key: Any) -> list[str]:
-        """The nodes that a key means, where each is all that it names: not the last operation of a whole module."""
+        """The nodes that a key means. A module is accepted only if it has a single operation, not for its last one."""
         found: list[str] = []
         for site in self.sites(key):
-            every = [call for call in self.atlas.graph.calls if self._lies_in(call, site)]
-            inside = [call.name for call in every if not _is_handing(call)]
+            every = [call for call in self.index.graph.calls if self._runs_in(call, site)]
+            inside = [call.name for call in every if not _is_output_alias(call)]
             if len(inside) > 1:
                 some = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "")
                 raise BadEdit(
@@ -48,52 +48,52 @@ class NameResolver:
             found.extend(inside if len(every) > 1 else [one.node for one in site.each])
         return list(dict.fromkeys(found))
 
-    def _lies_in(self, call: Call, site: Location) -> bool:
-        """Is this one of the operations of the module that a site is named by?"""
-        if site.name in self.atlas.by_label or site.name not in self.atlas.module_places or call.scope is None:
+    def _runs_in(self, call: Call, site: Location) -> bool:
+        """True if the location is named by a module, and the call runs in it."""
+        if site.name in self.index.by_label or site.name not in self.index.module_places or call.scope is None:
             return False
         return any(site.name in (scope.address, str(scope)) for scope in call.scope.stack)
 
     def refs(self, key: Any) -> list[Ref]:
-        """The values that a key means."""
+        """The values that a key means; each location must give one tensor."""
         return [self._single(one) for site in self.sites(key) for one in site.each]
 
     def ref(self, name: Any) -> Ref:
         """The value of a layer that gives one tensor."""
-        return self._single(self.atlas.find(name))
+        return self._single(self.index.find(name))
 
     def parts(self, name: Any) -> tuple[Ref, ...]:
-        """The values of a layer, one or several."""
-        return tuple(refs_in(self.atlas.find(name).tree(self.atlas.graph)))
+        """All values of a layer."""
+        return tuple(refs_in(self.index.find(name).tree(self.index.graph)))
 
     def readers(self, names: Any) -> list[str]:
-        """The nodes that read something; the program's output is one of them."""
-        found = [self.atlas.find(name) if name != OUTPUT else None for name in as_list(names)]
+        """The nodes with these names, where `"output"` is the output of the program."""
+        found = [self.index.find(name) if name != OUTPUT else None for name in as_list(names)]
         return [OUTPUT if place is None or place.output is not None else place.node for place in found]
 
     def starts(self, names: Any) -> list[Any] | None:
-        """The values at which a slice begins; None for those of the program."""
-        return None if names is None else [self.atlas.find(name).tree(self.atlas.graph) for name in as_list(names)]
+        """The values at which a slice begins; None for the inputs of the program."""
+        return None if names is None else [self.index.find(name).tree(self.index.graph) for name in as_list(names)]
 
     def end(self, names: Any) -> Any:
-        """The tree of values that a slice gives."""
+        """The tree of values that a slice returns."""
         if names is None or (isinstance(names, str) and names == OUTPUT):
-            return self.atlas.graph.output
+            return self.index.graph.output
         if isinstance(names, Mapping):
             return Branch(dict, tuple([self.end(name) for name in names.values()]), tuple(names))
         if isinstance(names, (list, tuple, Selection)):
             return tuple([self.end(name) for name in names])
-        return self.atlas.find(names).tree(self.atlas.graph)
+        return self.index.find(names).tree(self.index.graph)
 
     def _single(self, place: Location) -> Ref:
-        tree = place.tree(self.atlas.graph)
+        tree = place.tree(self.index.graph)
         if type(tree) is not Ref:
-            raise BadEdit(f"{place.label} gives several tensors: name the one that is meant by its module.")
+            raise BadEdit(f"{place.label} gives several tensors: name one of them by its module.")
         return tree
 
 
-def _is_handing(call: Call) -> bool:
-    """Is it no operation, but the name of what a module hands on?"""
+def _is_output_alias(call: Call) -> bool:
+    """True for an alias node, which only names the output of a module."""
     return call.target.function is alias and len(call.args) == 2
 
 

@@ -1,7 +1,7 @@
-"""What the layers of one program share: names, kin, module calls, costs. Worked out when first asked for.
+"""What is computed once for all layers of a program: names, topology, module calls, conditions, costs.
 
-In: a Record. Out: a Lens. A fact about one layer is a property of `Layer` (facts.py), a fact about the whole program
-one of `Program` (history.py); both read here what is computed once for all layers.
+In: a Record. Out: ProgramFacts. The facts of one layer are properties of `Layer` (layer_facts.py), those of a whole
+program are properties of `Program` (program_metadata.py); both read from here.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from .topology import Topology, topology_of
 
 @frozen(eq=False)
 class ProgramFacts:
-    """All that is known of a program and its recorded run, for people."""
+    """The facts that the layers of a program share, computed on first use."""
 
     record: Record
-    atlas: LayerIndex
+    index: LayerIndex
 
     @property
     def graph(self) -> Graph:
-        return self.atlas.graph
+        return self.index.graph
 
     @property
     def account(self) -> CaptureMetadata:
         return self.record.account
 
     @cached_property
-    def kin(self) -> Topology:
-        """Who reads whom, and how far each layer is from the inputs and the outputs."""
-        return topology_of(self.atlas)
+    def topology(self) -> Topology:
+        """Parents, children and distances of the layers."""
+        return topology_of(self.index)
 
     @cached_property
     def module_calls(self) -> ModuleCalls:
-        """Which module calls lie in which, and what each of them computes."""
+        """The nesting, sizes and outputs of module calls."""
         return ModuleCalls(self.graph, dict(zip(self.account.modules, self.account.classes, strict=True)))
 
     @cached_property
     def conditions(self) -> Conditionals:
-        """Which truth values the model read, and what it computed for them."""
+        """The truth values that the model read, and the layers that serve them."""
         return Conditionals(self.graph)
 
     @cached_property
     def costs(self) -> dict[str, Cost]:
-        """What each call costs, by the name of its node."""
+        """The cost of each call, by node."""
         return {call.name: cost_of(call, self.graph) for call in self.graph.calls}
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """The model's parameters by every name that they have, read or not."""
+        """The model's parameters by each of their names, read or not."""
         read = {node.name: self._parameter(node) for node in self.graph.state_nodes if node.kind == "parameter"}
         known = (*read.values(), *self.account.unread)
         return read | {name: parameter for parameter in known for name in (parameter.address, *parameter.aliases)}
@@ -69,22 +69,22 @@ class ProgramFacts:
         return Parameter(node.address, node.meaning.shape, node.meaning.dtype, trains, node.aliases)
 
     def refs(self, place: Location) -> tuple[Ref, ...]:
-        """The values that a layer gives, as the model saw them."""
+        """The values of a layer, as the model saw them."""
         return tuple(dict.fromkeys(refs_in(place.tree(self.graph))))
 
-    def meanings(self, place: Location) -> tuple[TensorSpec, ...]:
-        """Shape and dtype of each of them."""
+    def specs(self, place: Location) -> tuple[TensorSpec, ...]:
+        """The spec of each value of a layer."""
         return tuple([specs_of(self.graph[ref.node])[ref] for ref in self.refs(place)])
 
-    def meaning(self, place: Location) -> TensorSpec | None:
-        """Shape and dtype of its value, where that is a tensor; None for a container of tensors, even of one."""
+    def spec(self, place: Location) -> TensorSpec | None:
+        """The spec of its value if that is a tensor; None for a container of tensors, even of one."""
         tree = place.tree(self.graph)
         return specs_of(self.graph[place.node])[tree] if type(tree) is Ref else None
 
     def nbytes(self, place: Location) -> int:
-        """How many bytes its values take."""
-        return sum([meaning.nbytes for meaning in self.meanings(place)])
+        """The size of its values in bytes."""
+        return sum([spec.nbytes for spec in self.specs(place)])
 
     def is_saved(self, place: Location) -> bool:
-        """Are its values kept?"""
+        """True if its values are kept."""
         return all(ref in self.record.values for ref in self.refs(place))

@@ -1,7 +1,7 @@
-"""What is known of a whole forward pass: the part of `Program` that describes.
+"""The facts of a whole forward pass: the descriptive base class of `Program`.
 
-In: the Lens of the program. Out: its facts by the paper's names (Supplementary Table 1, left column, in its order), and
-tables of layers, modules and parameters.
+In: the ProgramFacts of the program. Out: its facts under the names of the TorchLens paper (Supplementary Table 1, left
+column, in its order), and tables of layers, modules and parameters.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 from .._ir.label import Label
 from .._ir.location import Location
 from .._ir.node import Call, Input, State
-from . import topology as traits
 from .conditionals import Conditional
 from .fields import COLUMNS, row
 from .layer import Layer
 from .program_facts import ProgramFacts
 from .tables import Table
+from .topology import is_branching, is_recurrent, max_recurrent_loops
 
 
 class ProgramMetadata:
     """The facts of a program as a whole."""
 
     @property
-    def _lens(self) -> ProgramFacts:
+    def _facts(self) -> ProgramFacts:
         raise NotImplementedError
 
     def _layer(self, place: Location) -> Layer:
@@ -35,44 +35,44 @@ class ProgramMetadata:
     @property
     def model_name(self) -> str:
         """The class of the model, or the name of the function."""
-        return self._lens.graph.model_name
+        return self._facts.graph.model_name
 
     @property
     def random_seed_used(self) -> int | None:
         """The seed of torch's default generator when the forward began."""
-        return self._lens.account.seed
+        return self._facts.account.seed
 
     @property
     def model_is_recurrent(self) -> bool:
         """Whether any layer runs more than once."""
-        return traits.is_recurrent(self._lens.graph)
+        return is_recurrent(self._facts.graph)
 
     @property
     def model_max_recurrent_loops(self) -> int:
         """The largest number of passes of any layer."""
-        return traits.max_recurrent_loops(self._lens.graph)
+        return max_recurrent_loops(self._facts.graph)
 
     @property
     def model_is_branching(self) -> bool:
         """Whether a layer has more than one child. State (buffers, constants) may be read by many."""
-        return traits.is_branching(self._lens.graph)
+        return is_branching(self._facts.graph)
 
     @property
     def model_has_conditional_branching(self) -> bool:
         """Whether the model read a truth value of a tensor."""
-        return bool(self._lens.conditions.records)
+        return bool(self._facts.conditions.records)
 
     @property
     def conditionals(self) -> tuple[Conditional, ...]:
         """Each truth value that the model read: the layer, what it said, the line, and the line that it went on to."""
-        return self._lens.conditions.records
+        return self._facts.conditions.records
 
     # -- layers -----------------------------------------------------------------------------------------------------
 
     @property
     def layer_list(self) -> list[str]:
         """The labels of all operations in order: those of `layer_labels`."""
-        return list(self._lens.atlas.order)
+        return list(self._facts.index.order)
 
     @property
     def input_layers(self) -> list[str]:
@@ -82,7 +82,7 @@ class ProgramMetadata:
     @property
     def output_layers(self) -> list[str]:
         """The labels of the outputs."""
-        return [place.label for place in self._lens.atlas.places if place.output is not None]
+        return [place.label for place in self._facts.index.places if place.output is not None]
 
     @property
     def buffer_layers(self) -> list[str]:
@@ -92,7 +92,7 @@ class ProgramMetadata:
     @property
     def internally_initialized_layers(self) -> list[str]:
         """The layers created inside the model, from no other layer."""
-        return self._marked(number for number, born in enumerate(self._lens.kin.is_born) if born)
+        return [self._facts.index.order[number] for number, born in enumerate(self._facts.topology.is_born) if born]
 
     @property
     def internally_terminated_layers(self) -> list[str]:
@@ -102,7 +102,7 @@ class ProgramMetadata:
     @property
     def internally_terminated_bool_layers(self) -> list[str]:
         """The single values on which the model branched, and that nothing else read."""
-        return list(self._lens.conditions.terminal_bools)
+        return list(self._facts.conditions.terminal_bools)
 
     @property
     def layers_computed_with_params(self) -> list[str]:
@@ -110,44 +110,39 @@ class ProgramMetadata:
         return [label for label, addresses in self._reads.items() if addresses]
 
     def _nodes(self) -> Iterable[tuple[Location, Any]]:
-        return ((p, self._lens.graph[p.node]) for p in self._lens.atlas.places if p.output is None)
+        return ((p, self._facts.graph[p.node]) for p in self._facts.index.places if p.output is None)
 
     def _all(self) -> Iterable[Layer]:
-        return map(self._layer, self._lens.atlas.places)
-
-    def _marked(self, numbers: Iterable[int]) -> list[str]:
-        return [self._lens.atlas.order[number] for number in numbers]
+        return map(self._layer, self._facts.index.places)
 
     # -- tensors and parameters -------------------------------------------------------------------------------------
 
     @property
     def num_tensors_total(self) -> int:
         """The number of tensors in the layers, inputs and outputs included."""
-        return sum([len(self._lens.refs(place)) for place in self._lens.atlas.places])
+        return sum([len(self._facts.refs(place)) for place in self._facts.index.places])
 
     @property
     def tensor_fsize_total(self) -> int:
         """Their size in bytes, each counted as if it had its own memory."""
-        return sum(map(self._lens.nbytes, self._lens.atlas.places))
+        return sum(map(self._facts.nbytes, self._facts.index.places))
 
     @property
     def tensor_fsize_saved(self) -> int:
         """The number of these bytes that are kept."""
-        return sum([self._lens.nbytes(place) for place in self._lens.atlas.places if self._lens.is_saved(place)])
+        return sum([self._facts.nbytes(place) for place in self._facts.index.places if self._facts.is_saved(place)])
 
     @property
     def saved_labels(self) -> list[str]:
-        """The layers that `save=` named; of the others only those values are kept without which nothing can be computed
-        again.
-        """
-        saved = self._lens.record.saved
-        return [label for label in self._lens.atlas.order if saved is None or label in saved]
+        """The layers that `save=` selected. Of the others only what recomputation needs is kept."""
+        saved = self._facts.record.saved
+        return [label for label in self._facts.index.order if saved is None or label in saved]
 
     @property
     def num_tensors_saved(self) -> int:
         """The number of tensors that are kept: those that `save=` selected, and inputs, state, outputs."""
-        saved = [place for place in self._lens.atlas.places if self._lens.is_saved(place)]
-        return sum([len(self._lens.refs(place)) for place in saved])
+        saved = [place for place in self._facts.index.places if self._facts.is_saved(place)]
+        return sum([len(self._facts.refs(place)) for place in saved])
 
     @property
     def total_param_tensors(self) -> int:
@@ -181,8 +176,8 @@ class ProgramMetadata:
 
     @property
     def _reads(self) -> dict[str, list[str]]:
-        """By layer: the addresses of the parameters that it reads."""
-        graph = self._lens.graph
+        """By layer: the addresses of the parameters that it reads, each once."""
+        graph = self._facts.graph
         parameters = {node.name: node.address for node in graph.state_nodes if node.kind == "parameter"}
         return {
             place.label: [parameters[name] for name in dict.fromkeys(r.node for r in node.refs) if name in parameters]
@@ -192,57 +187,56 @@ class ProgramMetadata:
 
     @property
     def _parameters(self) -> Any:
-        known = {id(parameter): parameter for parameter in self._lens.parameters.values()}
-        return list(known.values())
+        return list({id(parameter): parameter for parameter in self._facts.parameters.values()}.values())
 
     # -- modules ----------------------------------------------------------------------------------------------------
 
     @property
     def module_addresses(self) -> list[str]:
         """The addresses of all modules in the model, called or not."""
-        return list(self._lens.module_calls.types)
+        return list(self._facts.module_calls.types)
 
     @property
     def module_types(self) -> dict[str, str]:
         """The class of each module, by address."""
-        return dict(self._lens.module_calls.types)
+        return dict(self._facts.module_calls.types)
 
     @property
     def module_num_passes(self) -> dict[str, int]:
         """The number of calls of each module."""
-        return dict(self._lens.module_calls.counts)
+        return dict(self._facts.module_calls.counts)
 
     @property
     def module_pass_children(self) -> dict[str, list[str]]:
         """For each call of a module, the calls that it makes itself."""
-        return {name: list(calls) for name, calls in self._lens.module_calls.children.items()}
+        return {name: list(calls) for name, calls in self._facts.module_calls.children.items()}
 
     @property
     def top_level_module_passes(self) -> list[str]:
         """The module calls that are not inside another module."""
-        return list(self._lens.module_calls.top)
+        return list(self._facts.module_calls.top)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
     @property
     def pass_start_time(self) -> float:
         """The time at which the forward began, in seconds since 1970."""
-        return self._lens.account.began
+        return self._facts.account.began
 
     @property
     def pass_end_time(self) -> float:
         """The time at which it ended."""
-        return self._lens.account.began + self._lens.account.seconds
+        return self._facts.account.began + self._facts.account.seconds
 
     @property
     def elapsed_time_total(self) -> float:
         """The duration of the forward in seconds, recording included."""
-        return self._lens.account.seconds
+        return self._facts.account.seconds
 
     @property
     def elapsed_time_function_calls(self) -> float:
         """The part of it spent in operations."""
-        return sum(self._lens.account.nanoseconds) / 1e9
+        return sum(self._facts.account.nanoseconds) / 1e9
 
     @property
     def elapsed_time_torchlens_logging(self) -> float:
@@ -254,29 +248,25 @@ class ProgramMetadata:
     @property
     def flops(self) -> int:
         """Floating-point operations of all calls with a known cost; `uncounted` lists the others."""
-        return sum([cost.flops or 0 for cost in self._costs.values()])
+        return sum([cost.flops or 0 for cost in self._facts.costs.values()])
 
     @property
     def macs(self) -> int:
         """Multiply-adds in matrix products and convolutions."""
-        return sum([cost.macs or 0 for cost in self._costs.values()])
+        return sum([cost.macs or 0 for cost in self._facts.costs.values()])
 
     @property
     def uncounted(self) -> list[str]:
         """The types of operations with an unknown cost."""
-        kinds = {node.kind for node in self._lens.graph.calls if self._costs[node.name].flops is None}
+        kinds = {node.kind for node in self._facts.graph.calls if self._facts.costs[node.name].flops is None}
         return sorted(kinds)
-
-    @property
-    def _costs(self) -> Any:
-        return self._lens.costs
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
     @property
     def modules(self) -> Table:
         """The model's modules: class, calls, operations, parameters."""
-        calls, owned = self._lens.module_calls, self._owned
+        calls, owned = self._facts.module_calls, self._owned
         sizes = dict.fromkeys(calls.types, 0)
         for name, scope in calls.scopes.items():
             sizes[scope.address] += calls.sizes[name]
@@ -285,8 +275,8 @@ class ProgramMetadata:
 
     @property
     def _owned(self) -> dict[str, int]:
-        """How many numbers are in the parameters of each module and those in it."""
-        found = dict.fromkeys(self._lens.module_calls.types, 0)
+        """The number of elements in the parameters of each module, submodules included."""
+        found = dict.fromkeys(self._facts.module_calls.types, 0)
         for parameter in self._parameters:
             for module in {above for name in (parameter.address, *parameter.aliases) for above in _above(name)}:
                 found[module] = found.get(module, 0) + parameter.count
@@ -298,7 +288,7 @@ class ProgramMetadata:
         readers: dict[str, list[str]] = {}
         for label, addresses in self._reads.items():
             for address in addresses:
-                readers.setdefault(self._lens.parameters[address].address, []).append(label)
+                readers.setdefault(self._facts.parameters[address].address, []).append(label)
         rows = [
             (p.address, p.shape, p.dtype, p.count, p.nbytes, p.is_trainable, tuple(readers.get(p.address, ())))
             for p in self._parameters
@@ -312,6 +302,6 @@ class ProgramMetadata:
 
 
 def _above(address: str) -> Iterable[str]:
-    """The modules that an address lies in: `layer1.0` and `layer1` for `layer1.0.weight`."""
+    """The modules that contain an address: `layer1.0` and `layer1` for `layer1.0.weight`."""
     while address := address.rpartition(".")[0]:
         yield address

@@ -1,25 +1,17 @@
-"""Dataflow between nodes, as naming sees it: who made a value, who reads it, which calls are alike.
+"""Which calls are passes of one layer.
 
-Stretches of calls without parameters that follow themselves directly: the loops of a program.
+In: the Dataflow of a program. Out: for each node, the first one of the same layer. The three rules are those of the
+TorchLens paper. Calls of one function on the same parameters are passes of one layer. So are, around these, equivalent
+calls (`Dataflow.key`) that are connected to them in the same way, and so on outwards. And so are the calls of a
+sequence without parameters that directly repeats (XYZXYZXYZ, but not XYZAXYZBXYZ), with what is connected to them.
 
-In: the Wires of a program. Out: pairs of calls, each the same place in two rounds that follow one another.
-
-A program is cut into chains. Each call is put behind the deepest call that it reads, so that what a loop carries from
-one round to the next lies on one chain, and what feeds it from aside does not. On a chain, calls with parameters are
-left out, and what is left is searched for squares: a stretch of calls, and directly behind it calls like them which
-read, each in its place, what those read: the same values, or the corresponding ones of the next round.
-
-Candidates for the length of a round are the distances between like calls, and between like stretches of 2, 4, 8 ...
-calls: in a round that is no repetition itself some stretch is unique, and its distance to itself is the round's length.
-
-Which calls are passes of one layer.
-
-In: the Wires of a program. Out: for each node, the first one that is the same layer. The three rules are those of the
-paper: calls of one function on the same parameters are passes of one layer; so are, around these, calls that are alike
-and joined to them alike, and on from there; and so are the calls of a stretch of calls without parameters that follows
-itself directly (XYZXYZXYZ, but not XYZAXYZBXYZ), with what is joined to them alike.
-
-Two calls are alike as drafts.py has it. Time grows with the number of nodes, times its logarithm.
+Repetition is found as follows. The program is cut into chains by putting each call behind the deepest call that it
+reads. So what a loop carries from one iteration to the next lies on one chain, and what feeds it from the side does
+not. On a chain, calls with parameters are left out, and the rest is searched for squares: a sequence of calls, directly
+followed by equivalent ones that read, each in its place, the same values or the corresponding ones of the next
+iteration. Candidates for the length of an iteration are the distances between equivalent calls, and between equivalent
+runs of 2, 4, 8 ... calls: an iteration that is not itself a repetition contains a unique run, and the distance from it
+to its next occurrence is the length. The time is O(n log n) in the number of nodes.
 """
 
 from __future__ import annotations
@@ -32,30 +24,30 @@ from .._ir.node_summary import NodeSummary
 from .._ir.ops import Quirk, of_kind
 from .._ir.util import cached_property
 
-Made = tuple[int, int]  # a value: the position of the draft that made it, and which of what that gives
+Made = tuple[int, int]  # a value: the position of the node that gives it, and which of its values it is
 
 
 class Dataflow:
-    """How drafts are joined. A call is a draft that is neither a source nor set aside."""
+    """Which node reads which. A call is a node that is neither a source nor an orphan."""
 
-    def __init__(self, drafts: Sequence[NodeSummary], orphans: Sequence[bool]) -> None:
-        self.drafts = drafts
+    def __init__(self, nodes: Sequence[NodeSummary], orphans: Sequence[bool]) -> None:
+        self.nodes = nodes
         makers: dict[int, Made] = {}
-        for position, draft in enumerate(drafts):
-            for part, value in enumerate(draft.gives):
+        for position, node in enumerate(nodes):
+            for part, value in enumerate(node.gives):
                 makers.setdefault(value, (position, part))
-        self.is_call = [d.function is not None and not lost for d, lost in zip(drafts, orphans, strict=True)]
-        self.parents: list[tuple[Made, ...]] = [tuple([makers[v] for v in d.reads if v in makers]) for d in drafts]
+        self.is_call = [d.function is not None and not lost for d, lost in zip(nodes, orphans, strict=True)]
+        self.parents: list[tuple[Made, ...]] = [tuple([makers[v] for v in d.reads if v in makers]) for d in nodes]
         self.parameters = [
-            tuple(sorted({p for p, _ in parents if drafts[p].address is not None})) for parents in self.parents
+            tuple(sorted({p for p, _ in parents if nodes[p].address is not None})) for parents in self.parents
         ]
-        self._keys: list[int | None] = [None] * len(drafts)
+        self._keys: list[int | None] = [None] * len(nodes)
         self._known: dict[Any, int] = {}
 
     @cached_property
     def users(self) -> list[list[tuple[int, int, int]]]:
-        """For each draft who reads it: the reader's position, the place among what that reads, which value is read."""
-        found: list[list[tuple[int, int, int]]] = [[] for _ in self.drafts]
+        """For each node its readers: their position, the slot among what they read, and which value they read."""
+        found: list[list[tuple[int, int, int]]] = [[] for _ in self.nodes]
         for reader, parents in enumerate(self.parents):
             if self.is_call[reader]:
                 for slot, (position, part) in enumerate(parents):
@@ -63,23 +55,23 @@ class Dataflow:
         return found
 
     def key(self, position: int) -> int:
-        """Equal numbers for calls that are alike: the same function with the same arguments besides tensors, on the
-        same parameters if any, and not in modules whose parameters differ.
+        """A number that equivalent calls share: the same function with the same non-tensor arguments on the same
+        parameters, and not in modules with different parameters.
         """
         known = self._keys[position]
         if known is None:
-            draft = self.drafts[position]
-            own, home = self.parameters[position], self._home(draft.modules)
-            key: Any = (draft.kind, draft.function, own, home, draft.literals())
+            node = self.nodes[position]
+            own, home = self.parameters[position], self._owners(node.modules)
+            key: Any = (node.kind, node.function, own, home, node.literals())
             try:
                 hash(key)
             except TypeError:
-                key = (draft.kind, position)  # it has an argument that cannot be compared: it is like no other
+                key = (node.kind, position)  # an unhashable argument: equivalent to no other call
             known = self._keys[position] = self._known.setdefault(key, len(self._known))
         return known
 
     def neighbours(self, position: int) -> dict[Any, int]:
-        """The calls that a call reads and those that read it, by how they are joined and what they are."""
+        """The calls that a call reads and those that read it, by the kind of connection and their key."""
         found: dict[Any, int] = {}
         for slot, (parent, part) in enumerate(self.parents[position]):
             if self.is_call[parent]:
@@ -91,9 +83,9 @@ class Dataflow:
             seen[joined] += 1
         return found
 
-    def _home(self, modules: tuple[str, ...]) -> frozenset[int]:
-        """The parameters of the innermost module around a call that has any: two blocks of one class with parameters
-        of their own are two blocks, and so are the calls in them that read no parameter.
+    def _owners(self, modules: tuple[str, ...]) -> frozenset[int]:
+        """The parameters of the innermost module around a call that has any. They keep two blocks of one class apart,
+        also in calls that read no parameter.
         """
         return next((owned for address in reversed(modules) if (owned := self._owned.get(address))), frozenset())
 
@@ -101,37 +93,37 @@ class Dataflow:
     def _owned(self) -> dict[str, frozenset[int]]:
         """The parameters that are read within each module."""
         found: dict[str, set[int]] = {}
-        for draft, own in zip(self.drafts, self.parameters, strict=True):
-            for address in draft.modules if own else ():
+        for node, own in zip(self.nodes, self.parameters, strict=True):
+            for address in node.modules if own else ():
                 found.setdefault(address, set()).update(own)
         return {address: frozenset(own) for address, own in found.items()}
 
 
-DEEPEST = 50  # how far the calls that feed two rounds are followed back to find whether they are alike
+DEEPEST = 50  # how far back the calls that feed two iterations are compared
 
 
-def loops(wires: Dataflow) -> Iterator[tuple[int, int]]:
-    """Pairs of calls that are one layer because they lie in rounds of one loop."""
-    for chain in _chains(wires):
-        for stretch in _stretches(wires, chain):
-            yield from _LoopBody(wires, stretch).pairs()
+def loops(dataflow: Dataflow) -> Iterator[tuple[int, int]]:
+    """Pairs of calls that are at the same place of two successive iterations of a loop."""
+    for chain in _chains(dataflow):
+        for run in _runs(dataflow, chain):
+            yield from _LoopBody(dataflow, run).pairs()
 
 
-def _chains(wires: Dataflow) -> list[list[int]]:
-    """The calls in chains, each behind the deepest call that it reads, where that has no longer chain behind it."""
-    count = len(wires.drafts)
+def _chains(dataflow: Dataflow) -> list[list[int]]:
+    """The calls in chains: each behind the deepest call that it reads, unless a longer chain continues that one."""
+    count = len(dataflow.nodes)
     depth, height, before = [0] * count, [0] * count, [-1] * count
     for position in range(count):
-        if wires.is_call[position]:
-            deepest = max([depth[p] for p, _ in wires.parents[position]], default=0)
+        if dataflow.is_call[position]:
+            deepest = max([depth[p] for p, _ in dataflow.parents[position]], default=0)
             depth[position] = deepest + 1
-            before[position] = next((p for p, _ in wires.parents[position] if depth[p] == deepest > 0), -1)
+            before[position] = next((p for p, _ in dataflow.parents[position] if depth[p] == deepest > 0), -1)
     behind = [-1] * count
     for position in reversed(range(count)):
         parent = before[position]
         if parent >= 0 and height[position] >= height[parent]:
             behind[parent], height[parent] = position, height[position] + 1
-    starts = [p for p in range(count) if wires.is_call[p] and (before[p] < 0 or behind[before[p]] != p)]
+    starts = [p for p in range(count) if dataflow.is_call[p] and (before[p] < 0 or behind[before[p]] != p)]
     return [list(_along(behind, start)) for start in starts]
 
 
@@ -141,15 +133,15 @@ def _along(behind: list[int], position: int) -> Iterator[int]:
         position = behind[position]
 
 
-def _stretches(wires: Dataflow, chain: list[int]) -> Iterator[list[int]]:
-    """The stretches of a chain in which every call could come again. What runs once is found by its function first."""
-    without = _cut(chain, lambda position: None if wires.parameters[position] else wires.drafts[position].function)
-    for stretch in without:
-        yield from _cut(stretch, wires.key)
+def _runs(dataflow: Dataflow, chain: list[int]) -> Iterator[list[int]]:
+    """The runs of a chain in which every call occurs again. The cheap test, by function, comes first."""
+    without = _cut(chain, lambda position: None if dataflow.parameters[position] else dataflow.nodes[position].function)
+    for run in without:
+        yield from _cut(run, dataflow.key)
 
 
 def _cut(chain: Sequence[int], name: Any) -> Iterator[list[int]]:
-    """A chain without the calls that have no name or one of their own: what lies between them, if it is two or more."""
+    """The runs of two or more calls between those whose name is None or unique."""
     names = [name(position) for position in chain]
     counts = Counter(names)
     found: list[int] = []
@@ -165,16 +157,16 @@ def _cut(chain: Sequence[int], name: Any) -> Iterator[list[int]]:
 
 
 class _LoopBody:
-    """Calls that follow one another, and what is alike among them."""
+    """A run of a chain, searched for repetition."""
 
-    def __init__(self, wires: Dataflow, calls: list[int]) -> None:
-        self.wires, self.calls = wires, calls
+    def __init__(self, dataflow: Dataflow, calls: list[int]) -> None:
+        self.dataflow, self.calls = dataflow, calls
         self.place = {position: number for number, position in enumerate(calls)}
         self.known: dict[tuple[int, int, int], bool] = {}
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Each call of a round with the corresponding one of the next round."""
-        names = [self.wires.key(position) for position in self.calls]
+        """Each call of an iteration with the corresponding one of the next."""
+        names = [self.dataflow.key(position) for position in self.calls]
         fed = [(name, *self._feeders(number)) for number, name in enumerate(names)]
         tried: set[tuple[int, int]] = set()
         for start, length in (*distances(names), *(distances(fed) if len({*fed}) > len({*names}) else ())):
@@ -185,13 +177,13 @@ class _LoopBody:
                     yield from ((self.calls[n], self.calls[n + length]) for n in range(first, last))
 
     def _feeders(self, number: int) -> tuple[Any, ...]:
-        """What a call reads from aside, by what it is."""
-        parents = self.wires.parents[self.calls[number]]
+        """The keys of what a call reads from outside of the run."""
+        parents = self.dataflow.parents[self.calls[number]]
         aside = [(p, part) for p, part in parents if p not in self.place]
-        return tuple([(self.wires.key(p), -1) if self.wires.is_call[p] else (p, part) for p, part in aside])
+        return tuple([(self.dataflow.key(p), -1) if self.dataflow.is_call[p] else (p, part) for p, part in aside])
 
     def _extent(self, start: int, length: int) -> tuple[int, int]:
-        """From where to where calls are like those `length` further on."""
+        """The longest range around `start` whose calls correspond to those `length` further on."""
         first = last = start
         while first > 0 and self._corresponds(first - 1, length):
             first -= 1
@@ -200,49 +192,55 @@ class _LoopBody:
         return first, last
 
     def _corresponds(self, number: int, length: int) -> bool:
-        """Is a call like the one `length` further on, and does that read what a next round would?"""
-        wires, one, other = self.wires, self.calls[number], self.calls[number + length]
-        if wires.key(one) != wires.key(other) or not self._is_at_home(one, other, length):
-            return False  # two modules one after the other are no loop, however alike
-        is_same_line = wires.drafts[one].site is not None and wires.drafts[one].site == wires.drafts[other].site
-        reads = zip(wires.parents[one], wires.parents[other], strict=True)
+        """True if the call `length` further on is equivalent, and reads what the next iteration would."""
+        dataflow, one, other = self.dataflow, self.calls[number], self.calls[number + length]
+        if dataflow.key(one) != dataflow.key(other) or not self._same_module(one, other, length):
+            return False  # two successive modules are no loop, however similar
+        is_same_line = dataflow.nodes[one].site is not None and dataflow.nodes[one].site == dataflow.nodes[other].site
+        reads = zip(dataflow.parents[one], dataflow.parents[other], strict=True)
         return all(
             old == new
             or self._is_carried(old[0], new[0], number, length)
-            or (is_same_line and self._is_fed_anew(old[0], new[0]))
+            or (is_same_line and self._is_fed_alike(old[0], new[0]))
             or (old[1] == new[1] and self._is_alike(old[0], new[0], number, length))
             for old, new in reads
         )
 
-    def _is_at_home(self, one: int, other: int, length: int) -> bool:
-        """Do two calls run in the same module? Or, in rounds of several calls, one in it and one in a module of its own
-        there, as where a loop takes `self.relu` in one turn and `F.relu` in the next.
+    def _same_module(self, one: int, other: int, length: int) -> bool:
+        """True if two calls run in the same module. In iterations of several calls one may be wrapped in a module of
+        its own, as if a loop uses `self.relu` in one iteration and `F.relu` in the next.
         """
-        inner, outer = sorted((self.wires.drafts[one].modules, self.wires.drafts[other].modules), key=len, reverse=True)
+        inner, outer = sorted(
+            (self.dataflow.nodes[one].modules, self.dataflow.nodes[other].modules), key=len, reverse=True
+        )
         return inner == outer or (length > 1 and len(inner) == len(outer) + 1 and inner[: len(outer)] == outer)
 
     def _is_carried(self, old: int, new: int, number: int, length: int) -> bool:
-        """Does the next round read of this one what this one reads of the round before, or of what came before all?"""
+        """True if `new` is to the next iteration what `old` is to this one, or to a value from before the loop."""
         to, at = self.place.get(new, -1), self.place.get(old)
         return to >= number and (at is None or to - at == length)
 
-    def _is_fed_anew(self, old: int, new: int) -> bool:
-        """Do two rounds read two results of one function, two parts of one tensor, two constants, two inputs? Only
-        where one line runs again is that a loop: in `a + f(b) + f(c)` it is not.
+    def _is_fed_alike(self, old: int, new: int) -> bool:
+        """True if two iterations read two results of one function, two parts of one tensor, two constants or two
+        inputs. That is a loop only if one line runs repeatedly: `a + f(b) + f(c)` is none.
         """
-        wires = self.wires
-        if not (wires.is_call[old] and wires.is_call[new]):
-            return old == new or wires.drafts[old].kind == wires.drafts[new].kind in ("constant", "input")
-        if old == new or wires.key(old) == wires.key(new):
+        dataflow = self.dataflow
+        if not (dataflow.is_call[old] and dataflow.is_call[new]):
+            return old == new or dataflow.nodes[old].kind == dataflow.nodes[new].kind in ("constant", "input")
+        if old == new or dataflow.key(old) == dataflow.key(new):
             return True
-        kind, parents = wires.drafts[old].kind, wires.parents
-        is_part = kind == wires.drafts[new].kind and of_kind(kind).has(Quirk.PART)
+        kind, parents = dataflow.nodes[old].kind, dataflow.parents
+        is_part = kind == dataflow.nodes[new].kind and of_kind(kind).has(Quirk.PART)
         return is_part and parents[old][:1] == parents[new][:1]
 
     def _is_alike(self, old: int, new: int, number: int, length: int, deepest: int = DEEPEST) -> bool:
-        """Are two calls from aside the same calls, of the same or of corresponding values?"""
-        wires = self.wires
-        if not deepest or not (wires.is_call[old] and wires.is_call[new]) or wires.key(old) != wires.key(new):
+        """True if two calls outside of the run are equivalent, on the same or on corresponding values."""
+        dataflow = self.dataflow
+        if (
+            not deepest
+            or not (dataflow.is_call[old] and dataflow.is_call[new])
+            or dataflow.key(old) != dataflow.key(new)
+        ):
             return False
         known = self.known.get((old, new, length))
         if known is None:
@@ -250,13 +248,13 @@ class _LoopBody:
                 a == b
                 or self._is_carried(a[0], b[0], number, length)
                 or (a[1] == b[1] and self._is_alike(a[0], b[0], number, length, deepest - 1))
-                for a, b in zip(wires.parents[old], wires.parents[new], strict=True)
+                for a, b in zip(dataflow.parents[old], dataflow.parents[new], strict=True)
             )
         return known
 
 
 def distances(names: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """Where something is that comes again, and how far on: of single names, then of 2, 4, 8 ... names in a row."""
+    """Positions of repeated names and the distance to the next occurrence; then of runs of 2, 4, 8 ... names."""
     length = 1
     while names:
         last: dict[Any, int] = {}
@@ -271,31 +269,31 @@ def distances(names: Sequence[Any]) -> Iterator[tuple[int, int]]:
         length *= 2
 
 
-def same_layers(wires: Dataflow) -> list[int]:
-    """For each position the first one that is the same layer; itself, where a layer runs once."""
-    groups = LayerGroups(wires)
-    for one, other in (*_on_the_same_parameters(wires), *loops(wires)):
+def same_layers(dataflow: Dataflow) -> list[int]:
+    """For each position the first one of the same layer; itself if the layer runs once."""
+    groups = LayerGroups(dataflow)
+    for one, other in (*_on_the_same_parameters(dataflow), *loops(dataflow)):
         groups.join(one, other)
     first: dict[int, int] = {}
-    return [first.setdefault(groups.find(position), position) for position in range(len(wires.drafts))]
+    return [first.setdefault(groups.find(position), position) for position in range(len(dataflow.nodes))]
 
 
-def _on_the_same_parameters(wires: Dataflow) -> Iterator[tuple[int, int]]:
+def _on_the_same_parameters(dataflow: Dataflow) -> Iterator[tuple[int, int]]:
     first: dict[Any, int] = {}
-    for position, (draft, own) in enumerate(zip(wires.drafts, wires.parameters, strict=True)):
-        if own and wires.is_call[position]:
-            before = first.setdefault((draft.function, draft.kind, own), position)
+    for position, (node, own) in enumerate(zip(dataflow.nodes, dataflow.parameters, strict=True)):
+        if own and dataflow.is_call[position]:
+            before = first.setdefault((node.function, node.kind, own), position)
             if before != position:
                 yield before, position
 
 
 class LayerGroups:
-    """Calls that are one layer. Where two are, what is joined to them alike and is alike is one layer too."""
+    """A union-find of layers. Joining two calls also joins equivalent neighbours that are connected to them alike."""
 
-    def __init__(self, wires: Dataflow) -> None:
-        self._wires = wires
-        self._root = list(range(len(wires.drafts)))
-        self._around: dict[int, dict[Any, int]] = {}  # of a group: a neighbour for each way to be joined to it
+    def __init__(self, dataflow: Dataflow) -> None:
+        self._dataflow = dataflow
+        self._root = list(range(len(dataflow.nodes)))
+        self._around: dict[int, dict[Any, int]] = {}  # by group: one neighbour for each kind of connection
 
     def find(self, position: int) -> int:
         root = self._root
@@ -304,7 +302,7 @@ class LayerGroups:
         return position
 
     def join(self, one: int, other: int) -> None:
-        """Make two calls one layer, and all that follows from it. The smaller group moves, so that few calls do."""
+        """Make two calls one layer, with all consequences. The smaller group moves into the larger one."""
         pending = [(one, other)]
         while pending:
             large, small = map(self.find, pending.pop())
@@ -322,4 +320,4 @@ class LayerGroups:
 
     def _neighbours(self, group: int) -> dict[Any, int]:
         known = self._around.pop(group, None)
-        return self._wires.neighbours(group) if known is None else known
+        return self._dataflow.neighbours(group) if known is None else known

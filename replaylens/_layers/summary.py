@@ -1,6 +1,6 @@
-"""print(prog): what a forward pass was, on one screen.
+"""The summary of a program: the text of `print(prog)`, and HTML with a table of all layers.
 
-In: the facts of a program. Out: text, and the same as HTML with a table of all layers.
+In: the facts of a program. Out: text on one screen.
 """
 
 from __future__ import annotations
@@ -20,21 +20,14 @@ WIDTH = 110
 
 
 def summary(prog: ProgramMetadata, most: int = 48) -> str:
-    """The summary, one line a fact; then the tree of modules and the layers in order."""
-    return "\n".join(
-        [
-            *_head(prog),
-            *_modules(prog, most // 3),
-            "    Layers:",
-            *_layers(prog, most),
-        ]
-    )
+    """The facts of the program, one line each; then the tree of modules and the layers in order."""
+    return "\n".join([*_head(prog), *_modules(prog, most // 3), "    Layers:", *_layers(prog, most)])
 
 
 def _head(prog: ProgramMetadata) -> list[str]:
-    graph = prog._lens.graph
+    graph = prog._facts.graph
     rows = [
-        f"Program of {graph.model_name}: {len(graph.calls)} calls, {len(prog._lens.atlas.order)} layers.",
+        f"Program of {graph.model_name}: {len(graph.calls)} calls, {len(prog._facts.index.order)} layers.",
         f"Structure: {_structure(prog)}; {_module_count(prog)}.",
         f"{format_passes(prog.num_tensors_total, 'tensor')} ({format_bytes(prog.tensor_fsize_total)}) computed; "
         f"{prog.num_tensors_saved:,} ({format_bytes(prog.tensor_fsize_saved)}) kept{_named(prog)}.",
@@ -53,7 +46,7 @@ def _head(prog: ProgramMetadata) -> list[str]:
 
 
 def _facts(graph: Graph) -> str:
-    """What the recorded path depends on, by kind."""
+    """The guards of the recorded path, counted by kind."""
     counts = Counter(guard.kind for guard in graph.guards)
     read = counts.pop("content", 0)
     words = [f"Content read in Python {format_passes(read, 'time')}"] if read else []
@@ -62,8 +55,8 @@ def _facts(graph: Graph) -> str:
 
 
 def _named(prog: ProgramMetadata) -> str:
-    """How many layers `save=` named, where it did not name all: of inputs, state and outputs more is kept."""
-    named = prog.saved_labels if prog._lens.record.saved is not None else []
+    """The number of layers that `save=` selected, unless it selected all."""
+    named = prog.saved_labels if prog._facts.record.saved is not None else []
     return f", {format_passes(len(named), 'layer')} of it by `save=`" if named else ""
 
 
@@ -75,7 +68,7 @@ def _structure(prog: ProgramMetadata) -> str:
 
 
 def _module_count(prog: ProgramMetadata) -> str:
-    calls = prog._lens.module_calls.counts
+    calls = prog._facts.module_calls.counts
     idle = sum(1 for count in calls.values() if not count)
     return format_passes(len(calls), "module") + (f", {idle} of them not called" if idle else "")
 
@@ -88,11 +81,10 @@ def _cost(prog: ProgramMetadata) -> str:
 
 
 def _modules(prog: ProgramMetadata, most: int) -> list[str]:
-    """The tree of module calls by address; those that have none below them share lines."""
-    calls = prog._lens.module_calls
+    """The tree of module calls by address; leaves share lines."""
+    calls = prog._facts.module_calls
     below: dict[str, dict[str, None]] = {}
-    for name, scope in calls.scopes.items():
-        del name
+    for scope in calls.scopes.values():
         below.setdefault(scope.parent.address if scope.parent else "", {}).setdefault(scope.address)
     rows: list[str] = []
     _branch("", below, 2, rows, set())
@@ -121,7 +113,7 @@ def _branch(parent: str, below: dict[str, dict[str, None]], depth: int, rows: li
 
 
 def _layers(prog: ProgramMetadata, most: int) -> list[str]:
-    labels, passes = prog._lens.atlas.order, prog._lens.atlas.passes
+    labels, passes = prog._facts.index.order, prog._facts.index.passes
     width = len(str(len(labels)))
     numbers: list[int | None] = list(range(len(labels)))
     if len(labels) > most:
@@ -138,12 +130,12 @@ def _layers(prog: ProgramMetadata, most: int) -> list[str]:
 
 
 def as_html(prog: ProgramMetadata) -> str:
-    """The summary for a notebook: its head, and tables that unfold."""
+    """The summary for a notebook: its first lines, and tables that unfold."""
     rows: list[tuple[Any, ...]] = []
-    for number, place in enumerate(prog._lens.atlas.places):
+    for number, place in enumerate(prog._facts.index.places):
         layer = prog._layer(place)
-        meanings = ", ".join(map(str, prog._lens.meanings(place)))
-        rows.append((number, place.label, meanings, layer.module, str(layer.source.text) if layer.source else ""))
+        specs = ", ".join(map(str, prog._facts.specs(place)))
+        rows.append((number, place.label, specs, layer.module, str(layer.source.text) if layer.source else ""))
     layers = Table(("#", "layer", "value", "module", "line"), tuple(rows))._repr_html_()
     head = html.escape("\n".join(_head(prog)))
     modules = prog.modules

@@ -1,6 +1,6 @@
-"""A table that prints, shows in notebooks, is indexed by its first column, and becomes a DataFrame.
+"""A table that prints, displays in notebooks, is indexed by its first column, and converts to a DataFrame.
 
-In: names of columns, and rows. What they mean is not known here.
+In: names of columns, and rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .._ir.util import optional
 
 @frozen(repr=False, eq=False)
 class Table:
-    """Rows under names. `table["layer4.1"]` is the row of this name, as a dict; `table.column("type")` a column."""
+    """Rows with named columns. `table["layer4.1"]` is a row as a dict, `table.column("type")` a column."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -38,7 +38,7 @@ class Table:
         raise KeyError(f"no row of this table has the {self.columns[0]} {name!r}.{more}")
 
     def column(self, name: str) -> list[Any]:
-        """All that stands under a name."""
+        """The cells of a column."""
         return [row[self.columns.index(name)] for row in self.rows]
 
     def to_pandas(self) -> Any:

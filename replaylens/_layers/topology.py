@@ -1,17 +1,13 @@
-"""Who stands next to whom among the layers, and how far from the ends.
+"""The topology of a program: parents and children of layers, distances, recurrence and branching.
 
-In: an Atlas. Out: a Kin, by ordinal. Every table here is made in one or two walks over the layers in their order, which
-is an order in which they can run. Sets of ancestors are kept as the bits of one number a layer.
-
-What kind of network a program is: does it run layers again, does it branch?
-
-In: a Graph. Out: counts and answers. Whether it takes decisions is said in conditionals.py.
+In: a LayerIndex, a Graph. Out: a Topology, by ordinal. Layers are in execution order, so one or two passes over them
+make each table. Sets of ancestors are bit sets, one integer per layer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from attrs import frozen
 
@@ -21,7 +17,7 @@ from .._ir.node import Call, Const, Input
 from .._ir.util import cached_property
 from .index import LayerIndex
 
-Span = tuple[int, int] | None  # least and most steps; None where there is no way
+Span = tuple[int, int] | None  # least and most steps; None if there is no path
 
 
 @frozen(eq=False)
@@ -32,16 +28,16 @@ class Topology:
     children: tuple[tuple[int, ...], ...]
     is_input: tuple[bool, ...]
     is_output: tuple[bool, ...]
-    is_born: tuple[bool, ...]  # made inside the model, of no other layer
+    is_born: tuple[bool, ...]  # created inside the model, from no other layer
 
     @cached_property
     def from_input(self) -> tuple[Span, ...]:
-        """How many steps from an input: the shortest way and the longest."""
+        """The lengths of the shortest and the longest path from an input."""
         return _spans(range(len(self.parents)), self.parents, self.is_input)
 
     @cached_property
     def to_output(self) -> tuple[Span, ...]:
-        """How many steps to an output."""
+        """The lengths of the shortest and the longest path to an output."""
         return _spans(range(len(self.children) - 1, -1, -1), self.children, self.is_output)
 
     @cached_property
@@ -61,7 +57,7 @@ class Topology:
         return _bits(range(len(self.children) - 1, -1, -1), self.children, self._ends)
 
     def roots_of(self, number: int) -> tuple[int, ...]:
-        """The layers without parents that it comes from; itself, if it has none."""
+        """The layers without parents that it derives from; itself, if it has none."""
         return tuple([root for bit, root in enumerate(self._roots) if self._root_bits[number] >> bit & 1])
 
     def ends_of(self, number: int) -> tuple[int, ...]:
@@ -76,27 +72,17 @@ class Topology:
         """The layers that share a child with it."""
         return _others(number, self.children, self.parents)
 
-    def ancestors(self, number: int) -> Iterator[int]:
-        """All layers that it comes from, nearest ones not first."""
-        seen, stack = {number}, [number]
-        while stack:
-            for parent in self.parents[stack.pop()]:
-                if parent not in seen:
-                    seen.add(parent)
-                    stack.append(parent)
-                    yield parent
 
-
-def topology_of(atlas: LayerIndex) -> Topology:
-    """The kin of every layer of a program."""
-    places = atlas.places
-    ordinals = atlas.ordinals
-    parents = [tuple([ordinals[label] for label in atlas.parents(place) if label in ordinals]) for place in places]
+def topology_of(index: LayerIndex) -> Topology:
+    """The topology of a program."""
+    places = index.places
+    ordinals = index.ordinals
+    parents = [tuple([ordinals[label] for label in index.parents(place) if label in ordinals]) for place in places]
     children: list[list[int]] = [[] for _ in places]
     for number, above in enumerate(parents):
         for parent in above:
             children[parent].append(number)
-    nodes = [atlas.graph[place.node] if place.output is None else None for place in places]
+    nodes = [index.graph[place.node] if place.output is None else None for place in places]
     return Topology(
         tuple(parents),
         tuple(map(tuple, children)),
@@ -137,23 +123,23 @@ def _others(number: int, there: Sequence[tuple[int, ...]], back: Sequence[tuple[
 
 
 def passes(graph: Graph) -> dict[str, int]:
-    """How often each layer runs, by its label without the pass."""
+    """The number of passes of each layer, by its label without the pass."""
     names = [Label.of(call.name).layer for call in graph.calls if call.name not in graph.orphans]
     return dict(Counter(names))
 
 
 def max_recurrent_loops(graph: Graph) -> int:
-    """The most passes of any layer: 1 in a feedforward network."""
+    """The largest number of passes of any layer; 1 in a feedforward network."""
     return max(passes(graph).values(), default=1)
 
 
 def is_recurrent(graph: Graph) -> bool:
-    """Does any layer run more than once?"""
+    """True if any layer runs more than once."""
     return max_recurrent_loops(graph) > 1
 
 
 def is_branching(graph: Graph) -> bool:
-    """Does anything but parameters, buffers and constants go to more than one layer, outputs included?"""
+    """True if any call or input is read by more than one layer, outputs included."""
     ends = Counter(ref.node for ref in dict.fromkeys(graph.output_refs))
     return any(
         len([user for user in users if graph.nodes[user].name not in graph.orphans]) + ends[node.name] > 1

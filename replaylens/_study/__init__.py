@@ -1,1 +1,1 @@
-"""Values -> findings. Nothing here knows more than a user can import."""
+"""Experiments on programs, written with nothing but the public API."""

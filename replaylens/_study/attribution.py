@@ -1,7 +1,7 @@
-"""attribution: what would patching each layer do to a metric, estimated from gradients?
+"""attribution: the effect of patching each layer on a metric, estimated from gradients.
 
 In: two programs of one model, a metric, layers. Out: an Attribution: for each layer the estimated change of the metric,
-whole or for each index of the axes that a part brackets. How gradients come about is not known here.
+as a whole or per index of the axes that a part brackets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..program import Program
 from .heatmap import optional
 
 Indices = tuple[int, ...]
-Axes = tuple[tuple[str, Indices], ...]  # the axes of a score, and which index of the layer stands where
+Axes = tuple[tuple[str, Indices], ...]  # the axes of a score, each with the indices of the layer along it
 
 
 @frozen(eq=False, repr=False)
@@ -134,7 +134,11 @@ def attribution(
         try:
             if wanted is not None:
                 _require_fit(wanted, label, gradient)
-            slopes = _leaves(gradient) if method == "patching" else _mean(after, metric, label, change, steps)
+            slopes = (
+                _float_tensors(gradient)
+                if method == "patching"
+                else _mean_gradient(after, metric, label, change, steps)
+            )
         except (BadPart, DivergedReplay) as error:
             if at is not None:
                 raise
@@ -147,8 +151,8 @@ def attribution(
     return Attribution(method, wanted, float(grads.metric), number, scores, found, without, corrupt)
 
 
-def _leaves(value: Any) -> list[torch.Tensor | None]:
-    """The tensors of a layer that gives one, or several; None for those that are no floating-point numbers."""
+def _float_tensors(value: Any) -> list[torch.Tensor | None]:
+    """The tensors in a value; None in the place of those without floating-point numbers."""
     values = [value] if isinstance(value, torch.Tensor) else list(value)
     return [one if one is not None and (one.is_floating_point() or one.is_complex()) else None for one in values]
 
@@ -159,8 +163,8 @@ def _value(run: Program | Run, label: str) -> Any:
 
 
 def _change(clean: Program | Run, corrupt: Program, label: str) -> list[torch.Tensor | None]:
-    """What the clean run has at a layer, less what the corrupt one has."""
-    pairs = zip(_leaves(_value(clean, label)), _leaves(corrupt[label].value), strict=True)
+    """The clean value of a layer minus the corrupt one."""
+    pairs = zip(_float_tensors(_value(clean, label)), _float_tensors(corrupt[label].value), strict=True)
     changes: list[torch.Tensor | None] = []
     for new, old in pairs:
         if new is not None and old is not None and new.shape != old.shape:
@@ -172,10 +176,10 @@ def _change(clean: Program | Run, corrupt: Program, label: str) -> list[torch.Te
     return changes
 
 
-def _mean(
+def _mean_gradient(
     corrupt: Program, metric: Callable[[Any], torch.Tensor], label: str, change: list[torch.Tensor | None], steps: int
 ) -> list[torch.Tensor | None]:
-    """The mean of the gradients in the middle of each of `steps` stretches of the line from corrupt to clean."""
+    """The mean gradient on the line from corrupt to clean, by the midpoint rule with `steps` intervals."""
     base = corrupt[label].value
     several = not isinstance(base, torch.Tensor)
     means: list[torch.Tensor | None] = [None] * len(change)
@@ -184,7 +188,7 @@ def _mean(
         values = list(base) if several else [base]
         points = [value if c is None else value + share * c for value, c in zip(values, change, strict=True)]
         patch = tuple(points) if several else points[0]
-        slopes = _leaves(corrupt.grads(of=metric, from_=label, patch={label: patch}, at=[label])[label])
+        slopes = _float_tensors(corrupt.grads(of=metric, from_=label, patch={label: patch}, at=[label])[label])
         pairs = zip(means, slopes, strict=True)
         means = [slope if mean is None or slope is None else mean + slope for mean, slope in pairs]
     return [None if mean is None else mean / steps for mean in means]
@@ -193,7 +197,7 @@ def _mean(
 def _score(
     part: Part | None, change: list[torch.Tensor | None], slopes: list[torch.Tensor | None]
 ) -> tuple[torch.Tensor, Axes]:
-    """The change times the gradient, summed over what the part does not bracket."""
+    """The change times the gradient, summed over the axes that the part does not bracket."""
     pairs = zip(change, slopes, strict=True)
     products = [(one * slope.conj()).real for one, slope in pairs if one is not None and slope is not None]
     if part is None:
@@ -210,7 +214,7 @@ def _score(
 
 
 def _positions(index: Any, size: int) -> Indices:
-    """What an index of several means along an axis of this size."""
+    """The positions that an index selects along an axis of this size."""
     return tuple(range(size)[index]) if isinstance(index, slice) else tuple([range(size)[one] for one in index])
 
 

@@ -1,6 +1,6 @@
-"""Pictures of findings, by matplotlib.
+"""Heatmaps by matplotlib.
 
-In: a grid of numbers with names along its axes. Out: matplotlib Axes. What the numbers mean is not known here.
+In: a grid of numbers with names along its axes. Out: matplotlib Axes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .._view.value_plots import new_axes
 def heatmap(
     grid: torch.Tensor, rows: Sequence[str], columns: Sequence[str], words: tuple[str, str, str], ax: Any, options: Any
 ) -> Any:
-    """Numbers as colours, symmetric around zero where they are differences. `words`: of the rows, columns, numbers."""
+    """Plot a grid as colours symmetric around zero. `words` are the labels of rows, columns and colours."""
     ax = ax or new_axes(min(16, 3 + 0.32 * len(columns)), min(14, 1.6 + 0.28 * len(rows)))
     limit = float(torch.nan_to_num(grid.abs(), nan=0.0).max()) or 1.0
     shown = ax.imshow(grid.numpy(), **{"cmap": "RdBu_r", "vmin": -limit, "vmax": limit, "aspect": "auto", **options})
@@ -26,7 +26,7 @@ def heatmap(
         axis.set_ticks(range(0, len(names), step), labels=[names[n] for n in range(0, len(names), step)])
     ax.set_ylabel(words[0])
     ax.set_xlabel(words[1])
-    if len(columns) > 8 and max(map(len, columns)) > 3:  # a column is as wide as three letters
+    if len(columns) > 8 and max(map(len, columns)) > 3:  # a column fits three letters
         ax.tick_params(axis="x", rotation=90)
     ax.figure.colorbar(shown, ax=ax, label=words[2])
     return ax

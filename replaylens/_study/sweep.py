@@ -1,13 +1,14 @@
-"""sweep: the same question at every place: what would the metric be, if this were patched?
+"""sweep: a metric under a patch at every site, or under any list of patches.
 
-In: a program, sites and parts of them (or any list of patches), and a metric. Out: a Sweep, the metric for each as a
-labelled table. All variants run together, in passes; how is not known here.
+In: a program, sites and parts of them (or variants), and a metric. Out: a Sweep, a labelled table of the metric.
+`Program.replay_many` runs all variants together in few passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Sweep(Unpickled):
 
     axes: tuple[str, ...]
     keys: tuple[Any, ...]
-    _asked: Any = field(alias="asked")
+    _pending: Any = field(alias="pending")
     _replays: Replays | None = field(default=None, alias="replays")
 
     @property
@@ -54,23 +55,23 @@ class Sweep(Unpickled):
 
     @property
     def one_by_one(self) -> tuple[str, ...]:
-        """What could not be run for all variants at once, and why."""
+        """What could not be batched over the variants, and why."""
         return self._found.one_by_one
 
     def plan(self) -> Plan:
-        """What it costs, in forwards and bytes; known before it runs."""
-        return self._asked.plan
+        """The cost in forward passes and bytes, known before it runs."""
+        return self._pending.plan
 
     def run(self, progress: bool | None = None) -> Sweep:
-        """A sweep that was asked for with `dry=True`, carried out."""
-        return Sweep(self.axes, self.keys, self._asked, self._asked.run(progress))
+        """Run a sweep that was created with `dry=True`."""
+        return Sweep(self.axes, self.keys, self._pending, self._pending.run(progress))
 
     @property
     def grid(self) -> torch.Tensor:
-        """The values with an axis for each of `axes`, where every site has the same indices."""
+        """The values with an axis for each of `axes`, if every site has the same indices."""
         values = _one_tensor(self.values)
         sizes = [len(names) for names in self.names]
-        if len(self.keys) != _product(sizes):
+        if len(self.keys) != prod(sizes):
             raise ReplaylensError(
                 "the sites of this sweep have different numbers of indices, so they make no grid. Use to_pandas()."
             )
@@ -78,7 +79,7 @@ class Sweep(Unpickled):
 
     @property
     def names(self) -> tuple[tuple[Any, ...], ...]:
-        """For each of `axes` what stands along it."""
+        """For each of `axes` the names along it."""
         columns = zip(*[_as_tuple(key) for key in self.keys], strict=True)
         return tuple([tuple(dict.fromkeys(column)) for column in columns])
 
@@ -119,7 +120,7 @@ class Sweep(Unpickled):
     @property
     def _found(self) -> Replays:
         if self._replays is None:
-            raise ReplaylensError("this sweep was asked for with dry=True, and has not been run. Call .run().")
+            raise ReplaylensError("this sweep was created with dry=True and has not been run. Call .run().")
         return self._replays
 
     def __repr__(self) -> str:
@@ -178,26 +179,28 @@ def sweep(
     if variants is None and sites is not None and isinstance(sites, Mapping):
         sites, variants = None, sites
     if (variants is None) == (sites is None):
-        raise ReplaylensError("say what to try: sites and a patch, or variants={key: patches}.")
+        raise ReplaylensError("give either sites and a patch, or variants={key: patches}.")
     if variants is not None:
         if part is not None or patch is not None or axes:
-            raise ReplaylensError("variants hold their patches already; part=, patch= and axes go with sites.")
+            raise ReplaylensError("variants already contain their patches; part=, patch= and axes go with sites.")
         names: tuple[str, ...] = _key_names(variants)
     else:
         if patch is None:
             raise ReplaylensError("a sweep over sites needs a patch, such as patch=From(clean) or patch=Zero().")
         names, variants = _variants(prog, sites, part, patch, axes)
     if not variants:
-        raise ReplaylensError("there is nothing to try: no variants.")
-    asked = prog.replay_many(variants, metric, memory=memory, on_divergence=on_divergence, progress=progress, dry=True)
-    found = Sweep(names, tuple(variants), asked)
+        raise ReplaylensError("there are no variants to run.")
+    pending = prog.replay_many(
+        variants, metric, memory=memory, on_divergence=on_divergence, progress=progress, dry=True
+    )
+    found = Sweep(names, tuple(variants), pending)
     return found if dry else found.run(progress)
 
 
 def _variants(prog: Program, sites: Any, part: Any, patch: Any, axes: dict[str, Any]) -> tuple[tuple[str, ...], Any]:
-    """A patch for every site and every index of the axes that are walked."""
+    """A patch for every site and every index of the swept axes."""
     if part is None and axes:
-        raise BadPart(f"{', '.join(axes)}: these name axes of a pattern, and there is none. Give part=.")
+        raise BadPart(f"{', '.join(axes)}: these are axes of a pattern, but there is none. Give part=.")
     place = None if part is None else part.at(**axes) if isinstance(part, Part) else Part(part, **axes)
     made = patch_of(patch)
     walked = place.open_axes if place is not None else ()
@@ -219,7 +222,7 @@ def _variants(prog: Program, sites: Any, part: Any, patch: Any, axes: dict[str, 
 
 
 def _sizes(prog: Program, name: str, place: Part, shape: tuple[int, ...]) -> dict[str, int]:
-    """How long each axis of the part is at a site; or an error that says at which, on which line, and what to do."""
+    """The size of each axis of the part at a site, or an error that names the site and its source line."""
     try:
         return place.sizes(shape)
     except BadPart as error:
@@ -229,18 +232,18 @@ def _sizes(prog: Program, name: str, place: Part, shape: tuple[int, ...]) -> dic
 
 
 def _names(prog: Program, sites: Any) -> list[str]:
-    """The names of the layers that the sites mean, as the user called them where that is one layer."""
+    """The names of the layers that the sites mean, as the user wrote them if they mean one layer."""
     several = isinstance(sites, Iterable) and not isinstance(sites, (str, Selection))
     found = [name for site in (sites if several else [sites]) for name in prog.names_of(site)]
     if twice := next((name for name in found if found.count(name) > 1), None):
-        raise ReplaylensError(f"{twice} is among the sites twice.")
+        raise ReplaylensError(f"{twice} occurs twice among the sites.")
     return found
 
 
 def _key_names(variants: Mapping[Any, Any]) -> tuple[str, ...]:
     lengths = {len(key) if isinstance(key, tuple) else 1 for key in variants}
     if len(lengths) > 1:
-        raise ReplaylensError("the keys of variants must all have the same number of words.")
+        raise ReplaylensError("the keys of variants must all have the same length.")
     count = next(iter(lengths), 1)
     return ("variant",) if count == 1 else tuple([f"key_{number}" for number in range(count)])
 
@@ -272,10 +275,3 @@ def _take(values: Any, number: int) -> Any:
     if isinstance(values, torch.Tensor):
         return values[number]
     return pytree.tree_map(lambda value: value[number] if isinstance(value, torch.Tensor) else value, values)
-
-
-def _product(sizes: list[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total

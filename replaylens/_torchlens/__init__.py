@@ -1,1 +1,1 @@
-"""TorchLens's names for facts of layers, and its words for drawings; its functions are replaylens.compat."""
+"""TorchLens's names for facts of layers, and its options for drawings; its functions are in replaylens.compat."""

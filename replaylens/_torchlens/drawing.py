@@ -1,6 +1,6 @@
-"""A drawing asked for in the words of TorchLens: `vis_opt`, `vis_nesting_depth`, `vis_outpath`.
+"""Drawings with TorchLens's options: `vis_opt`, `vis_nesting_depth`, `vis_outpath`.
 
-In: a Program and these words. Out: the picture, written to a file. No viewer is opened.
+In: a Program and these options. Out: the picture, also written to a file. No viewer is opened.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def visualize(
     vis_buffer_layers: bool = False,
     vis_direction: str = "bottomup",
 ) -> Source | None:
-    """The program's picture, which is also written: to `graph.gv.pdf`, if nothing else is said. None for "none"."""
+    """Draw the program and write it to a file, `graph.gv.pdf` by default. None if `vis_opt` is "none"."""
     require_known(vis_opt, vis_direction)
     if vis_opt == "none":
         return None
@@ -41,7 +41,7 @@ def visualize(
 
 
 def require_known(vis_opt: str, vis_direction: str) -> None:
-    """Are these words for ways to draw? If not, that is an error, best raised before a model runs."""
+    """Raise unless the options are valid; called before the model runs."""
     if vis_opt not in OPTIONS:
         raise ValueError(f"vis_opt must be one of {', '.join(map(repr, OPTIONS))}, not {vis_opt!r}.")
     if vis_direction not in DIRECTIONS:
@@ -49,6 +49,6 @@ def require_known(vis_opt: str, vis_direction: str) -> None:
 
 
 def _file(path: str, kind: str) -> tuple[str, str]:
-    """The name of the file, and its format: a name that ends in one of the formats of pictures says it."""
+    """The file name and format. A suffix that is an image format decides the format; else the format is appended."""
     ending = Path(path).suffix.removeprefix(".")
     return (path, ending) if ending in FORMATS and ending not in ("gv", "dot") else (f"{path}.{kind}", kind)

@@ -1,6 +1,6 @@
-"""What TorchLens and Supplementary Table 1 of its paper call the facts of a layer: a table of names.
+"""The names of TorchLens, and of Supplementary Table 1 of its paper, for the facts of a layer.
 
-In: the name of a fact, and what is made of it. Out: properties, which `Layer` inherits. Nothing is worked out here.
+In: the name of a fact, and a conversion. Out: properties, which `Layer` inherits. Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ Labels = list[str]
 
 
 class Alias(property):
-    """A property that is a fact of a layer under another name, or something simple made of it."""
+    """A property that is a fact of a layer under another name, possibly converted."""
 
     def __init__(self, get: Callable[[Any], Any], fact: str, doc: str) -> None:
         super().__init__(get)
-        self.__doc__, self.fact = doc, fact  # the fact is "" where it is made of several
+        self.__doc__, self.fact = doc, fact  # "" if it combines several facts
 
 
 def alias(fact: str, make: Callable[[Any], Any] | None = None, doc: str = "") -> Any:
-    """A fact under another name, of the type that this name is declared with."""
+    """A fact under another name, with the type of its annotation."""
     get = attrgetter(fact)
     return Alias(get if make is None else lambda layer: make(get(layer)), fact, doc or f"`{fact}`.")
 
 
 def made(make: Callable[[Any], Any], doc: str) -> Any:
-    """Something that is made of several facts."""
+    """A combination of several facts."""
     return Alias(make, "", doc)
 
 
 def addresses_of(calls: tuple[str, ...]) -> list[str]:
-    """The modules that were called, without the number of the call."""
+    """The addresses of module calls, each once."""
     return list(dict.fromkeys([call.rpartition(":")[0] for call in calls]))
 
 
 def is_known(fact: Any) -> bool:
-    """Is it anything?"""
+    """True unless the fact is None."""
     return fact is not None
 
 
 def least(span: tuple[int, int] | None) -> int | None:
-    """The lower end of a span."""
+    """The lower end of a span, if there is one."""
     return span[0] if span is not None else None
 
 
 def most(span: tuple[int, int] | None) -> int | None:
-    """The upper end of a span."""
+    """The upper end of a span, if there is one."""
     return span[1] if span is not None else None
 
 
 def frames(stack: Any) -> list[dict[str, Any]]:
-    """Lines of source as TorchLens has them."""
+    """Source lines in the format of TorchLens."""
     return [
         {
             "call_fname": source.file,

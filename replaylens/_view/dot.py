@@ -1,11 +1,7 @@
-"""A Scene as text that graphviz understands.
+"""A Scene as DOT, and as a picture by graphviz.
 
-In: a Scene, a Theme, and how a user wants things labelled and styled. Out: DOT. Every thing stands on a line of its
-own, so that the text can be read, and compared with what it was.
-
-A Scene as a picture: a `graphviz.Source`, and a file where one is asked for.
-
-In: a Scene and a user's wishes. Out: what a notebook shows. Drawing needs graphviz's program `dot`; the text does not.
+In: a Scene and DrawOptions. Out: a `graphviz.Source`, which notebooks show, and a file if one is requested. Each item
+is on its own line of DOT, so that texts can be read and compared. Only rendering needs graphviz's program `dot`.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ Styles = Callable[[Glyph], Mapping[str, Any] | None]
 
 @frozen
 class Writer:
-    """How a scene is written: colours, the direction of the data, a user's own labels and attributes."""
+    """Writes scenes with a theme, a direction of data flow, and a user's labels and attributes."""
 
     theme: Theme
     direction: str = "TB"
@@ -55,7 +51,7 @@ class Writer:
         return "\n".join(rows) + "\n"
 
     def _inside(self, scene: Scene, frame: str | None, indent: str) -> list[str]:
-        """What lies in a frame: its glyphs, and the frames in it with all that they hold."""
+        """The glyphs and frames in a frame, recursively."""
         rows: list[str] = []
         for item in scene.inside.get(frame, ()):
             if isinstance(item, Glyph):
@@ -97,28 +93,28 @@ class Writer:
             found["label"] = _Html(f"<{'<BR/>'.join(f' {word} ' for word in words)}>")
         ends = [quoted(arrow.tail), quoted(arrow.head)]
         against = "gradient" in arrow.roles and (arrow.head, arrow.tail) not in scene.backward
-        if against or (arrow.tail, arrow.head) in scene.backward:  # dot ranks by what is written
+        if against or (arrow.tail, arrow.head) in scene.backward:  # dot ranks by the written direction
             found["dir"] = "back"
             ends.reverse()
         return f"  {' -> '.join(ends)}" + (f" {_listed(found)}" if found else "")
 
 
 def lines_of(glyph: Glyph, within: int = 1) -> list[str]:
-    """What is written on a glyph, its name first. `within`: how often the repeated block comes that it lies in."""
+    """The lines on a glyph, its name first. `within` is the number of repetitions of the block around it."""
     times = f" (x{glyph.times // within})" if glyph.times > within else ""
     if "collapsed" in glyph.roles:
-        numbers = sum(prod(meaning.shape) for meaning in glyph.parameters)
+        numbers = sum(prod(spec.shape) for spec in glyph.parameters)
         layers = len(glyph.layers) // glyph.times
         rows = [
             f"@{glyph.name}{times}",
             f"({glyph.kind})",
-            shapes(glyph.meanings),
+            shapes(glyph.specs),
             f"{layers} layer{'s' if layers > 1 else ''}" + (f", {numbers:,} params" if numbers else ""),
         ]
     else:
         rows = [
             f"{glyph.name}{times}",
-            shapes(glyph.meanings),
+            shapes(glyph.specs),
             f"params: {', '.join(map(shape, glyph.parameters))}" if glyph.parameters else "",
             f"@{glyph.module}" if glyph.module else "",
         ]
@@ -127,7 +123,7 @@ def lines_of(glyph: Glyph, within: int = 1) -> list[str]:
 
 
 def words_of(arrow: Arrow, scene: Scene) -> list[str]:
-    """What is written at an arrow: its place among the arguments, and the turns for which it holds."""
+    """The words at an arrow: its argument position, and the turns that it holds for."""
     tail, head = scene.by_key[arrow.tail], scene.by_key[arrow.head]
     for within in scene.repetitions(scene.common_frame(tail.frame, head.frame)):
         left, entered = in_one(arrow.leaves, tail.times, within), in_one(arrow.enters, head.times, within)
@@ -139,14 +135,14 @@ def words_of(arrow: Arrow, scene: Scene) -> list[str]:
 
 
 def in_one(numbers: tuple[int, ...], times: int, within: int) -> tuple[int, ...] | None:
-    """The turns in one turn of a repeated block around them, if they are the same in each of its turns."""
+    """The turns within one repetition of the block around them; None if they differ between repetitions."""
     each = times // within
     inner = tuple(sorted({(number - 1) % each + 1 for number in numbers}))
     return inner if len(inner) * within == len(numbers) or not numbers else None
 
 
 def turns(numbers: tuple[int, ...]) -> str:
-    """`1-3,5` for 1, 2, 3, 5; the first ones of many."""
+    """Numbers as ranges: `1-3,5` for 1, 2, 3, 5; of many the first."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][1] == number - 1:
@@ -157,19 +153,19 @@ def turns(numbers: tuple[int, ...]) -> str:
     return ",".join(words if len(words) <= 5 else [*words[:4], "..."])
 
 
-def shape(meaning: TensorSpec) -> str:
+def shape(spec: TensorSpec) -> str:
     """`5x5` for a matrix, `scalar` for a single number."""
-    return "x".join(map(str, meaning.shape)) or "scalar"
+    return "x".join(map(str, spec.shape)) or "scalar"
 
 
-def shapes(meanings: tuple[TensorSpec, ...]) -> str:
-    """The shapes of what a layer gives, and their size."""
-    if not meanings:
+def shapes(specs: tuple[TensorSpec, ...]) -> str:
+    """The shapes of the values of a layer, and their size."""
+    if not specs:
         return ""
-    words = [shape(meaning) for meaning in meanings]
+    words = [shape(spec) for spec in specs]
     alike = f"{len(words)} of {words[0]}" if len(words) > 1 and len(set(words)) == 1 else ", ".join(words[:4])
     more = ", ..." if len(words) > 4 and len(set(words)) > 1 else ""
-    return f"{alike}{more} ({format_bytes(sum(map(bytes_of, meanings)))})"
+    return f"{alike}{more} ({format_bytes(sum(map(bytes_of, specs)))})"
 
 
 def _title(scene: Scene, theme: Theme) -> str:
@@ -190,9 +186,9 @@ def _frame_label(frame: Frame, scene: Scene, theme: Theme) -> str:
 
 
 def _html(lines: list[str], faint: str, end: str = "<BR/>") -> str:
-    """The first line bold, the others small."""
+    """Lines as an HTML label, the first bold and the others small."""
     first, *others = [html.escape(line) for line in lines] or [""]
-    last = end if end != "<BR/>" else ""  # how a line is aligned is said at its end
+    last = end if end != "<BR/>" else ""  # alignment is given at the end of a line
     small = f'{end}<FONT POINT-SIZE="10" COLOR="{faint}">{end.join(others)}{last}</FONT>' if others else last
     return _Html(f"<<B>{first}</B>{small}>")
 
@@ -202,7 +198,7 @@ def _some(word: str) -> list[str]:
 
 
 class _Html(str):
-    """Text with marks in it, which DOT has in angle brackets in the place of quotes."""
+    """An HTML label, which DOT writes in angle brackets instead of quotes."""
 
     __slots__ = ()
 
@@ -217,7 +213,7 @@ def _listed(found: Mapping[str, str]) -> str:
 
 
 def quoted(word: str) -> str:
-    """A word as DOT has it."""
+    """A quoted DOT string."""
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
@@ -227,7 +223,7 @@ TEXTS = ("dot", "gv")
 
 @frozen
 class DrawOptions:
-    """How a picture is to look, and where it is to go."""
+    """How a picture looks, and where it is written."""
 
     path: str | PathLike[str] | None = None
     format: str | None = None
@@ -237,14 +233,14 @@ class DrawOptions:
     style: Styles | None = None
 
 
-def draw(scene: Scene, wishes: DrawOptions) -> graphviz.Source:
-    """The picture; written to a file too, in the format that its name says."""
-    if wishes.direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, not {wishes.direction!r}.")
-    writer = Writer(_theme(wishes.theme), wishes.direction, _labels(wishes.labels), wishes.style)
+def draw(scene: Scene, options: DrawOptions) -> graphviz.Source:
+    """The picture, written to a file if there is a path, in the format of its suffix."""
+    if options.direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, not {options.direction!r}.")
+    writer = Writer(_theme(options.theme), options.direction, _labels(options.labels), options.style)
     source = graphviz.Source(writer.dot(scene))
-    if wishes.path is not None:
-        _save(source, Path(wishes.path), wishes.format)
+    if options.path is not None:
+        _save(source, Path(options.path), options.format)
     return source
 
 

@@ -1,6 +1,6 @@
 """How much one value differs from another.
 
-In: tensors. Out: a LayerChange. Which run they are of is not known here.
+In: tensors. Out: a LayerChange.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from attrs import frozen
 class LayerChange:
     """How much one layer's value differs from the recorded one.
 
-    `change` is the size of the difference as a share of the recorded value's size (roots of sums of squares); of whole
-    numbers and bools it is the share that differs. `largest` is the greatest difference of two numbers, `share` the
-    share of numbers that differ. They are None where there is nothing to compare: `note` says why.
+    `change` is the norm of the difference relative to the norm of the recorded value; for integers and bools it is the
+    fraction of elements that differ. `largest` is the largest difference of two elements, `share` the fraction of
+    elements that differ. They are None if the values cannot be compared; `note` says why.
     """
 
     label: str
@@ -26,12 +26,12 @@ class LayerChange:
 
     @property
     def is_changed(self) -> bool:
-        """Does it differ at all, or was it not to be compared?"""
+        """True if the values differ or could not be compared."""
         return self.change is None or bool(self.share)
 
 
 def compare(label: str, old: list[torch.Tensor], new: list[torch.Tensor]) -> LayerChange:
-    """Two values of one layer. NaN where there was NaN, and infinity where there was the same, is no difference."""
+    """Compare two values of one layer. Equal infinities, and NaN in the place of NaN, are no difference."""
     shapes = [tuple(tensor.shape) for tensor in old], [tuple(tensor.shape) for tensor in new]
     if shapes[0] != shapes[1]:
         return LayerChange(label, None, note=f"was {_words(shapes[0])}, is {_words(shapes[1])}")
@@ -49,7 +49,7 @@ def compare(label: str, old: list[torch.Tensor], new: list[torch.Tensor]) -> Lay
 
 
 def _numbers(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """All that tensors hold, as a row of doubles. A tensor on the meta device holds nothing."""
+    """The elements of tensors as one vector of doubles. A meta tensor has none."""
     return torch.cat([torch.empty(0, dtype=torch.float64), *map(_doubles, tensors)])
 
 

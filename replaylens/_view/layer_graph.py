@@ -1,6 +1,6 @@
-"""Every layer of a program and every arrow between two, one by one, before any are drawn as one.
+"""Every layer of a program and every link between two, before any are drawn as one.
 
-In: a Graph and its Atlas. Out: a Sketch. What belongs together in the picture is decided in `gather.py`.
+In: a Graph and its LayerIndex. Out: a LayerGraph. grouping.py decides what is drawn as one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .._layers.conditionals import Conditionals
 from .._layers.index import LayerIndex
 from .scene import NO_ROLES, Roles
 
-IN_PLACE = ("was ", "reads ")  # how an edit is worded that made a call another one, and put none beside it
+IN_PLACE = ("was ", "reads ")  # descriptions of edits that modify a call and add none
 
 
 @frozen
@@ -32,13 +32,13 @@ class LayerMark:
     label: str
     node: str
     kind: str
-    scopes: tuple[Scope, ...] = ()  # the module calls that it lies in, outermost first
-    meanings: tuple[TensorSpec, ...] = ()
+    scopes: tuple[Scope, ...] = ()  # the module calls around it, outermost first
+    specs: tuple[TensorSpec, ...] = ()
     parameters: tuple[State, ...] = ()
     roles: Roles = NO_ROLES
     note: str = ""
     source: str = ""
-    layer: str = ""  # of what lies outside of the module that is drawn: the label that it has in the program
+    layer: str = ""  # its label in the program, if that differs: of layers outside of the module that is drawn
 
 
 @frozen
@@ -50,43 +50,43 @@ class DataLink:
     place: str = ""
     part: str = ""
     roles: Roles = NO_ROLES
-    edge: str = ""  # the node that stands for it, where it can be patched itself
+    edge: str = ""  # the node of a patchable edge
     note: str = ""
 
 
 @frozen(eq=False)
 class LayerGraph:
-    """All dots and lines of a program."""
+    """All layers and links of a program."""
 
-    dots: tuple[LayerMark, ...]
-    lines: tuple[DataLink, ...]
+    marks: tuple[LayerMark, ...]
+    links: tuple[DataLink, ...]
 
     @cached_property
     def by_label(self) -> dict[str, LayerMark]:
-        return {dot.label: dot for dot in self.dots}
+        return {mark.label: mark for mark in self.marks}
 
     @cached_property
     def single(self) -> frozenset[str]:
-        """The module calls that consist of one operation: it is drawn as a box, and no frame around it."""
-        own = [dot for dot in self.dots if "operation" in dot.roles and "patch" not in dot.roles]
-        inside = Counter(str(scope) for dot in own for scope in dot.scopes)
-        inner = [str(dot.scopes[-1]) for dot in own if dot.scopes]
+        """The module calls of a single operation, which is drawn as a box without a frame."""
+        own = [mark for mark in self.marks if "operation" in mark.roles and "patch" not in mark.roles]
+        inside = Counter(str(scope) for mark in own for scope in mark.scopes)
+        inner = [str(mark.scopes[-1]) for mark in own if mark.scopes]
         return frozenset([name for name in inner if inside[name] == 1])
 
 
-def layer_graph(graph: Graph, atlas: LayerIndex, with_buffers: bool = True) -> LayerGraph:
+def layer_graph(graph: Graph, index: LayerIndex, with_buffers: bool = True) -> LayerGraph:
     """The layers of a program and what each reads."""
     hidden = frozenset() if with_buffers else _for_buffers(graph)
-    places = [place for place in atlas.places if place.output is not None or place.node not in hidden]
+    places = [place for place in index.places if place.output is not None or place.node not in hidden]
     drawn = {place.label for place in places}
-    made = _Pencil(graph, atlas, hidden)
-    dots = tuple([made.dot(place) for place in places])
-    lines = [line for place in places for line in made.lines(place) if line.tail in drawn]
-    return LayerGraph(dots, tuple(dict.fromkeys(lines)))
+    made = _LayerGraphBuilder(graph, index, hidden)
+    marks = tuple([made.mark(place) for place in places])
+    links = [link for place in places for link in made.links(place) if link.tail in drawn]
+    return LayerGraph(marks, tuple(dict.fromkeys(links)))
 
 
 def _for_buffers(graph: Graph) -> frozenset[str]:
-    """Buffers, and what is computed from them only to be written to them."""
+    """The buffers, and what is computed from them only to be written back."""
     buffers = [node.name for node in graph.state_nodes if node.kind == "buffer"]
     used = graph.marked_ancestors([ref.node for ref in graph.output_refs])
     derived = graph.descendants(buffers).difference(graph.descendants([node.name for node in graph.input_nodes]))
@@ -94,14 +94,14 @@ def _for_buffers(graph: Graph) -> frozenset[str]:
 
 
 @frozen(eq=False)
-class _Pencil:
+class _LayerGraphBuilder:
     graph: Graph
-    atlas: LayerIndex
+    index: LayerIndex
     hidden: frozenset[str]
 
     @cached_property
     def conditions(self) -> dict[str, str]:
-        """The layers that were read as true or false and serve nothing else, with what they said."""
+        """The layers that serve only as a condition, with the value that was read."""
         said = {record.layer: str(record.value) for record in self._conditionals.records}
         return {layer: said[layer] for layer in self._conditionals.terminal_bools}
 
@@ -119,24 +119,24 @@ class _Pencil:
 
     @cached_property
     def behind_edits(self) -> frozenset[str]:
-        """What an edit can have changed."""
+        """The descendants of edited calls."""
         edited = [call.name for call in self.graph.edited]
         return self.graph.descendants(edited).difference(edited)
 
     @cached_property
     def replaced(self) -> frozenset[str]:
-        """What patches took the place of."""
+        """The calls that patches replaced."""
         return frozenset([call.edits for call in self.graph.calls if call.edits is not None])
 
     @cached_property
     def drawn(self) -> frozenset[str]:
-        return frozenset([place.node for place in self.atlas.places if place.output is None])
+        return frozenset([place.node for place in self.index.places if place.output is None])
 
-    def dot(self, place: Location) -> LayerMark:
+    def mark(self, place: Location) -> LayerMark:
         node = self.graph[place.node]
         if place.output is not None:
-            meaning = specs_of(node).get(place.output)
-            return LayerMark(place.label, place.node, "output", (), _known(meaning), roles=frozenset({"output"}))
+            spec = specs_of(node).get(place.output)
+            return LayerMark(place.label, place.node, "output", (), _known(spec), roles=frozenset({"output"}))
         if isinstance(node, Call):
             return self._operation(place, node)
         is_buffer = isinstance(node, State) and node.kind == "buffer"
@@ -162,7 +162,7 @@ class _Pencil:
             node=place.node,
             kind=node.kind,
             scopes=node.scope.stack if node.scope else (),
-            meanings=self._given(node),
+            specs=self._given(node),
             parameters=parameters,
             roles=frozenset([role for role, holds in roles.items() if holds]),
             note=f"{node.kind}, {node.edited}"
@@ -172,7 +172,7 @@ class _Pencil:
         )
 
     def _given(self, node: Call) -> tuple[TensorSpec, ...]:
-        """What is known of the tensors that the model saw of a call."""
+        """The specs of the tensors of a call that the model saw."""
         known = specs_of(node)
         refs = dict.fromkeys(refs_in(value_of(node)))
         return tuple([known[ref] for ref in refs if ref in known])
@@ -182,7 +182,7 @@ class _Pencil:
         return tuple([one for one in read if isinstance(one, State) and one.kind == "parameter"])
 
     def _scopes_of_readers(self, node: Node) -> tuple[Scope, ...]:
-        """The module calls in which all that read a buffer or constant lie; of a buffer, those of its own module."""
+        """The module calls around all readers of a buffer or constant; of a buffer, only those that own it."""
         users = [self.graph.nodes[p] for p in self.graph.users[self.graph.positions[node.name]]]
         stacks = [user.scope.stack if user.scope else () for user in users if isinstance(user, Call)]
         scopes = common(stacks)
@@ -190,7 +190,7 @@ class _Pencil:
             scopes = tuple([scope for scope in scopes if f"{node.address}.".startswith(f"{scope.address}.")])
         return scopes
 
-    def lines(self, place: Location) -> Iterator[DataLink]:
+    def links(self, place: Location) -> Iterator[DataLink]:
         """What a layer reads."""
         if place.output is not None:
             yield from self._from(place.output, place.label)
@@ -205,7 +205,7 @@ class _Pencil:
             yield from self._from(ref, place.label, word if several and not in_order else "")
 
     def _from(self, ref: Ref, head: str, word: str = "", edge: str = "") -> Iterator[DataLink]:
-        """The line from a value's layer; what stands for an edge between two layers is passed through."""
+        """The link from the layer of a value; nodes of patchable edges are passed through."""
         tail = self.graph[ref.node]
         if ref.node in self.drawn:
             roles = {
@@ -223,7 +223,7 @@ class _Pencil:
 
 
 def common(stacks: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """How far several stacks are the same."""
+    """The longest common prefix of several stacks."""
     found: list[Any] = []
     for level in zip(*stacks, strict=False):
         if len(set(level)) > 1:
@@ -233,7 +233,7 @@ def common(stacks: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def _arguments(node: Call) -> list[tuple[Ref, str]]:
-    """Each value that a call reads, with its place among the arguments as the user wrote the call."""
+    """Each value that a call reads, with its argument position in the call as the user wrote it."""
     _, args, kwargs = original_call(node)
     found = []
     for word, tree in [*((f"arg {n}", arg) for n, arg in enumerate(args)), *kwargs.items()]:
@@ -255,5 +255,5 @@ def _places(tree: Any, word: str, call: Call) -> Iterator[tuple[Ref, str]]:
             yield from _places(item, f"{word}[{key}]", call)
 
 
-def _known(meaning: TensorSpec | None) -> tuple[TensorSpec, ...]:
-    return () if meaning is None else (meaning,)
+def _known(spec: TensorSpec | None) -> tuple[TensorSpec, ...]:
+    return () if spec is None else (spec,)

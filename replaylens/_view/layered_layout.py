@@ -1,8 +1,8 @@
-"""Who stands above whom, and who beside whom: rows of what lies in each frame of a Scene.
+"""Layered layout: the items of each frame of a Scene in rows, ordered to have few crossings.
 
-In: a Scene. Out: for each frame its rows, in which every line goes from a row to the next; a line that skips rows has a
-place of its own in each of them, so that nothing is drawn over what it passes. Sizes and positions come later, when it
-is known which frames are open. Graphviz's `dot` puts the rows in order where it is there; else what is here does.
+In: a Scene. Out: for each frame its rows. Every line goes from one row to the next; a line that skips rows has a Track
+in each of them, so that it is not drawn over items. Sizes and positions are computed on the page, once it is known
+which frames are open. Graphviz's `dot` orders the rows if it is installed; otherwise this module does.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from .scene import Scene
 
 Links = tuple[tuple[int, int], ...]
 TIMEOUT_SECONDS = 60
-MOST_FOR_DOT = 2500  # places in the rows of one frame: its time grows with their square, to a minute for 18,000
+MOST_FOR_DOT = 2500  # items in one frame: the time of `dot` is quadratic, a minute for 18,000
 SWEEPS = 8
 
 
 @frozen
 class Rows:
-    """The content of a frame in rows. An item is the key of a glyph or a frame, or `Way`: the place of a line."""
+    """The content of a frame in rows. An item is the key of a glyph or a frame, or a Track."""
 
     rows: tuple[tuple[object, ...], ...]
-    links: tuple[Links, ...]  # between each row and the next: places in the one, and in the other
+    links: tuple[Links, ...]  # between each row and the next: indices in both
 
 
 @frozen
 class Track:
-    """A place that is kept free for the lines from one item; from a glyph outside of the frame, if it says so."""
+    """A slot in a row that is kept free for the lines from one item, or from a glyph outside of the frame."""
 
     key: str
     is_outside: bool = False
@@ -40,23 +40,25 @@ class Track:
 
 @define
 class _Level:
-    """A frame's content while it is put into rows."""
+    """The content of a frame before it is put into rows."""
 
     items: list[str]
     lines: dict[tuple[str, str], None] = Factory(dict)  # between items
-    leaves: dict[str, None] = Factory(dict)  # items of which a line leaves the frame
-    enters: dict[tuple[str, str], None] = Factory(dict)  # a glyph outside of the frame, and an item that it goes to
+    leaves: dict[str, None] = Factory(dict)  # items from which a line leaves the frame
+    enters: dict[tuple[str, str], None] = Factory(
+        dict
+    )  # a glyph outside of the frame, and the item that its line goes to
 
 
 def rows_of(scene: Scene) -> dict[str | None, Rows]:
-    """The rows of each frame, and (under None) of what lies in none."""
+    """The rows of each frame, and under None those outside of all frames."""
     drafts = {frame: _in_rows(level) for frame, level in _levels(scene).items()}
     by_dot = _by_dot(drafts) if shutil.which("dot") else {}
     return {frame: by_dot[frame] if frame in by_dot else _ordered(draft) for frame, draft in drafts.items()}
 
 
 def _levels(scene: Scene) -> dict[str | None, _Level]:
-    """Each line, taken apart at the frames that it crosses."""
+    """Each arrow, split at the frames that it crosses."""
     levels = {frame: _Level([item.key for item in items]) for frame, items in scene.inside.items()}
     parents = {frame.key: frame.parent for frame in scene.frames} | {glyph.key: glyph.frame for glyph in scene.glyphs}
     for arrow in scene.arrows:
@@ -75,7 +77,7 @@ def _levels(scene: Scene) -> dict[str | None, _Level]:
 
 
 def _stack(key: str, parents: dict[str, str | None]) -> list[str]:
-    """The frames that something lies in, outermost first, and itself."""
+    """The frames around an item, outermost first, and the item."""
     found, frame = [key], parents[key]
     while frame is not None:
         found.append(frame)
@@ -84,9 +86,9 @@ def _stack(key: str, parents: dict[str, str | None]) -> list[str]:
 
 
 def _in_rows(level: _Level) -> Rows:
-    """Every item in the row below all that it reads; what reads nothing just above what reads it."""
+    """Put every item in the row below all that it reads, and an item that reads nothing just above its first reader."""
     place = {item: number for number, item in enumerate(level.items)}
-    lines = [(tail, head) for tail, head in level.lines if place[tail] < place[head]]  # data that flows back has no row
+    lines = [(tail, head) for tail, head in level.lines if place[tail] < place[head]]  # back edges have no rows
     rank = _ranks(level, lines)
     last = max(rank.values(), default=0)
     rows: list[list[object]] = [[] for _ in range(last + 1)]
@@ -96,8 +98,8 @@ def _in_rows(level: _Level) -> Rows:
         rows[rank[item]].append(item)
     links: list[dict[tuple[int, int], None]] = [{} for _ in range(last)]
 
-    def lead(way: Track, top: int, bottom: int) -> None:
-        """A way through the rows from `top` to `bottom`, linked to what it starts from."""
+    def add_track(way: Track, top: int, bottom: int) -> None:
+        """Add a track through the rows from `top` to `bottom`, linked to its start."""
         for row in range(top, bottom + 1):
             if (row, way) not in where:
                 where[row, way] = len(rows[row])
@@ -108,14 +110,14 @@ def _in_rows(level: _Level) -> Rows:
                         links[row - 1][before, where[row, way]] = None
 
     for tail, head in lines:
-        lead(Track(tail), rank[tail] + 1, rank[head] - 1)
+        add_track(Track(tail), rank[tail] + 1, rank[head] - 1)
         start = where[rank[head] - 1, tail if rank[tail] == rank[head] - 1 else Track(tail)]
         links[rank[head] - 1][start, where[rank[head], head]] = None
     for tail in level.leaves:
-        lead(Track(tail), rank[tail] + 1, last)
+        add_track(Track(tail), rank[tail] + 1, last)
     for source, head in level.enters:
         if rank[head]:
-            lead(Track(source, is_outside=True), 0, rank[head] - 1)
+            add_track(Track(source, is_outside=True), 0, rank[head] - 1)
             links[rank[head] - 1][where[rank[head] - 1, Track(source, is_outside=True)], where[rank[head], head]] = None
     return Rows(tuple(map(tuple, rows)), tuple(map(tuple, links)))
 
@@ -136,11 +138,11 @@ def _ranks(level: _Level, lines: list[tuple[str, str]]) -> dict[str, int]:
     return {item: used[row] for item, row in rank.items()}
 
 
-# -- who stands beside whom ------------------------------------------------------------------------------------------
+# -- the order within rows -------------------------------------------------------------------------------------------
 
 
 def _ordered(draft: Rows) -> Rows:
-    """The rows in an order with few crossings: each item at the mean of what it is linked to, down and up again."""
+    """Order the rows by the barycenter heuristic: sort each by the mean position of its neighbours, down and up."""
     below = [_neighbours(links, len(row), 0) for links, row in zip(draft.links, draft.rows, strict=False)]
     above = [_neighbours(links, len(row), 1) for links, row in zip(draft.links, draft.rows[1:], strict=True)]
     orders = [list(range(len(row))) for row in draft.rows]
@@ -175,7 +177,7 @@ def _sorted_by(moved: list[int], fixed: list[int], neighbours: list[list[int]]) 
 
 
 def _crossings(all_links: Sequence[Links], orders: list[list[int]]) -> int:
-    """How many pairs of lines cross."""
+    """The number of crossings."""
     total = 0
     for links, upper, lower in zip(all_links, orders, orders[1:], strict=False):
         above = {item: number for number, item in enumerate(upper)}
@@ -201,7 +203,7 @@ def _rearranged(draft: Rows, orders: list[list[int]]) -> Rows:
 
 
 def _by_dot(drafts: dict[str | None, Rows]) -> dict[str | None, Rows]:
-    """Rows in the order that graphviz gives them, by one process; none, where it fails or takes too long."""
+    """The rows as ordered by one run of graphviz; {} if it fails or times out."""
     hard = {frame: draft for frame, draft in drafts.items() if _is_for_dot(draft)}
     text = "\n".join(map(_dot, hard.values()))
     try:
@@ -231,7 +233,7 @@ def _orders(draft: Rows, at: dict[str, float]) -> list[list[int]]:
 
 
 def _dot(draft: Rows) -> str:
-    """Rows as a graph of graphviz's: every line goes from a row to the next, so that it comes to the same rows."""
+    """Rows as a DOT graph. Every line goes from one row to the next, so graphviz finds the same rows."""
     nodes = [
         f"n{r}_{n} [width={0.1 if isinstance(item, Track) else 1.5}]"
         for r, row in enumerate(draft.rows)

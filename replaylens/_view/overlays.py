@@ -1,10 +1,6 @@
-"""A Scene of a recorded program with all that is to be laid over it.
+"""The Scene of a recorded program with overlays: numbers as colours, a replay, another program, gradients.
 
-In: a record, its Atlas, what is to be seen (Look), and what lies over it (Over). Out: a Scene, for a drawing or a page.
-
-What is laid over a picture: numbers as colours, what a replay ran and changed.
-
-In: a Scene or a Sketch, and facts by the labels of layers. Out: one that has them.
+In: a record, its LayerIndex, ViewOptions and an Overlay. Out: a Scene, for a drawing or a page.
 """
 
 from __future__ import annotations
@@ -33,45 +29,45 @@ from .program_diff import program_diff
 from .scene import Glyph, Roles, Scene
 from .values import tensors_in
 
-Layers = Callable[[Location], Any]  # the Layer of a place
+Layers = Callable[[Location], Any]  # makes the Layer of a Location
 
 
 @frozen(kw_only=True, eq=False)
 class Overlay:
-    """What is laid over a picture."""
+    """What is laid over a picture; each item is optional."""
 
     values: Mapping[Any, float] | Callable[[Any], float | None] | None = None  # a number for each layer
     run: Run | None = None  # a replay of this program
     against: tuple[Record, LayerIndex] | None = None  # another program
     gradients: bool = False
-    begins: frozenset[str] | None = None  # the nodes where a backward pass began; all outputs, if there was none
+    begins: frozenset[str] | None = None  # the nodes where a backward pass began; None for all outputs
 
 
-def compose(record: Record, atlas: LayerIndex, layers: Layers, look: ViewOptions, over: Overlay) -> Scene:
-    """The picture of a program, and what lies over it."""
+def compose(record: Record, index: LayerIndex, layers: Layers, view: ViewOptions, over: Overlay) -> Scene:
+    """The picture of a program with its overlays."""
     graph = record.graph
-    drawn = layer_graph(graph, atlas, look.buffers)
+    drawn = layer_graph(graph, index, view.buffers)
     if over.against is not None:
-        drawn = program_diff(layer_graph(over.against[0].graph, over.against[1], look.buffers), drawn)
+        drawn = program_diff(layer_graph(over.against[0].graph, over.against[1], view.buffers), drawn)
     if over.run is not None:
         _require_of(over.run, record)
-        patched = patched_in(graph, atlas, over.run)
-        drawn = with_replay(drawn, executed_in(atlas, over.run), patched)
+        patched = patched_in(graph, index, over.run)
+        drawn = with_replay(drawn, executed_in(index, over.run), patched)
     if over.gradients:
-        look = evolve(look, gradients=_flowing(record, over.begins), begins=over.begins)
-    made = _with_unread(scene(graph, atlas, look, drawn), record.account.unread)
+        view = evolve(view, gradients=_values_with_flow(record, over.begins), begins=over.begins)
+    made = _with_unread(scene(graph, index, view, drawn), record.account.unread)
     if over.against is not None:
         made = evolve(made, legend="green: only here; red: only in the other; orange: another operation or shape")
     if over.run is not None:
-        changes = _changes(record, atlas, layers, over.run, {*executed_in(atlas, over.run), *patched})
+        changes = _changes(record, index, layers, over.run, {*executed_in(index, over.run), *patched})
         made = with_numbers(made, changes, "change against the recorded run")
     if over.values is not None:
-        made = with_numbers(made, _numbers(over.values, atlas, layers))
+        made = with_numbers(made, _numbers(over.values, index, layers))
     return made
 
 
 def _with_unread(made: Scene, unread: tuple[Parameter, ...]) -> Scene:
-    """The title counts parameters that no layer read, too: of the whole model, or of the module that is drawn."""
+    """Add the parameters that no layer read to the title: of the model, or of the module that is drawn."""
     within = f"{made.module.partition(':')[0]}." if made.module else ""
     own = [one for one in unread if any(name.startswith(within) for name in (one.address, *one.aliases))]
     totals = evolve(
@@ -82,22 +78,22 @@ def _with_unread(made: Scene, unread: tuple[Parameter, ...]) -> Scene:
     return evolve(made, totals=totals)
 
 
-def _flowing(record: Record, begins: frozenset[str] | None) -> frozenset[Ref]:
-    """The values through which gradients flow, from the output back, or from where a backward pass began."""
+def _values_with_flow(record: Record, begins: frozenset[str] | None) -> frozenset[Ref]:
+    """The values through which gradients flow back from the outputs, or from where a backward pass began."""
     graph, flowing = record.graph, values_with_grad(record)
     used = graph.ancestors([ref.node for ref in graph.output_refs if ref in flowing] if begins is None else begins)
     found = frozenset([ref for ref in flowing if ref.node in used])
     if not found:
-        raise NoGradient("no gradient flows from the output of this program: there is none to draw.")
+        raise NoGradient("no gradient flows from the output of this program, so there is none to draw.")
     return found
 
 
-def _numbers(values: Any, atlas: LayerIndex, layers: Layers) -> dict[str, float]:
-    """The numbers by the labels of layers, whatever names they were given by."""
+def _numbers(values: Any, index: LayerIndex, layers: Layers) -> dict[str, float]:
+    """The numbers by label, from any names of layers or from a function of a layer."""
     if callable(values):
-        found = {place.label: values(layers(place)) for place in atlas.places}
+        found = {place.label: values(layers(place)) for place in index.places}
     elif isinstance(values, Mapping):
-        found = {atlas.find(name).label: number for name, number in values.items()}
+        found = {index.find(name).label: number for name, number in values.items()}
     else:
         kind = type(values).__name__
         raise CannotDraw(f"values are a mapping from names of layers to numbers, or a function of a layer, not {kind}.")
@@ -109,31 +105,31 @@ def _number(label: str, number: Any) -> float:
         return float(number)
     except (TypeError, ValueError, RuntimeError):
         what = f"a tensor of shape {tuple(number.shape)}" if hasattr(number, "shape") else repr(number)
-        raise CannotDraw(f"a layer is coloured by one number, and the value of {label} is {what}.") from None
+        raise CannotDraw(f"a layer is coloured by one number, but the value of {label} is {what}.") from None
 
 
 def _require_of(run: Run, record: Record) -> None:
-    """Can this run be laid over the picture of this program?"""
+    """Raise unless the run is a replay of this program."""
     if not isinstance(run, Run):
         raise CannotDraw(f"run= takes what `prog.replay()` gives, not {type(run).__name__}.")
     if run.origin is None or run.origin.program.graph is not record.graph:
-        raise CannotDraw("this run is one of another program: `run.draw()` draws it over the program that it is of.")
+        raise CannotDraw("this run belongs to another program: `run.draw()` draws it over its own program.")
     if run.program is not None:
         raise CannotDraw(
-            "in this run the model took another path: `run.draw()` draws it, as a difference to the recorded one."
+            "in this run the model took another path: `run.draw()` draws it as a difference to the recorded one."
         )
 
 
-def executed_in(atlas: LayerIndex, run: Run) -> list[str]:
+def executed_in(index: LayerIndex, run: Run) -> list[str]:
     """The layers that a replay ran."""
     ran = frozenset(run.executed)
-    return [place.label for place in atlas.places if place.node in ran]
+    return [place.label for place in index.places if place.node in ran]
 
 
-def _changes(record: Record, atlas: LayerIndex, layers: Layers, run: Run, labels: set[str]) -> dict[str, float]:
-    """How much layers changed in a replay."""
+def _changes(record: Record, index: LayerIndex, layers: Layers, run: Run, labels: set[str]) -> dict[str, float]:
+    """How much these layers changed in a replay."""
     full = with_all_values(run)
-    found = [compared(layers(place), full) for place in atlas.places if place.label in labels]
+    found = [compared(layers(place), full) for place in index.places if place.label in labels]
     return {change.label: change.change for change in found if change.change is not None}
 
 
@@ -155,13 +151,13 @@ def with_all_values(run: Run) -> Run:
     return run.hold_all()
 
 
-def patched_in(graph: Graph, atlas: LayerIndex, run: Run) -> dict[str, str]:
+def patched_in(graph: Graph, index: LayerIndex, run: Run) -> dict[str, str]:
     """The layers that a replay was given other values for, and in which words."""
     assert run.origin is not None
     request, found = run.origin.request, {}
     for position, changes in request.changed.items():
         found[graph.nodes[position].name] = "; ".join(dict.fromkeys(shown(change.what) for change in changes))
-    for place in atlas.places:
+    for place in index.places:
         if place.output in request.ends:
             found[place.label] = shown(request.ends[place.output].what)
     for position in request.given:
@@ -175,9 +171,7 @@ def patched_in(graph: Graph, atlas: LayerIndex, run: Run) -> dict[str, str]:
 
 
 def with_numbers(scene: Scene, numbers: Mapping[str, float], legend: str = "") -> Scene:
-    """The picture with a number for each layer that has one. What stands for several layers shows the one that is
-    farthest from zero.
-    """
+    """The picture coloured by these numbers. A glyph of several layers shows the number farthest from zero."""
     glyphs = tuple([_with_number(glyph, numbers) for glyph in scene.glyphs])
     shown = [glyph.value for glyph in glyphs if glyph.value is not None and math.isfinite(glyph.value)]
     span = (min(shown), max(shown)) if shown else (0.0, 0.0)
@@ -196,21 +190,21 @@ def _distance(number: float) -> float:
 
 
 def with_replay(drawn: LayerGraph, ran: Iterable[str], patched: Mapping[str, str]) -> LayerGraph:
-    """The layers with what a replay ran, and what was patched in it: layer -> the patch in words."""
+    """Mark the layers that a replay ran, and those that were patched, with their patches in words."""
     ran = frozenset(ran)
-    dots = []
-    for dot in drawn.dots:
-        roles: Roles = frozenset({"rerun"} if dot.label in ran else ()) | (
-            {"edited"} if dot.label in patched else set()
+    marks = []
+    for mark in drawn.marks:
+        roles: Roles = frozenset({"rerun"} if mark.label in ran else ()) | (
+            {"edited"} if mark.label in patched else set()
         )
-        note = "; ".join(filter(None, [dot.note, patched.get(dot.label)]))
-        dots.append(evolve(dot, roles=dot.roles | roles, note=note) if roles else dot)
-    stained = ran.union(patched)
-    lines = [_stained(line, stained, patched) for line in drawn.lines]
-    return LayerGraph(tuple(dots), tuple(lines))
+        note = "; ".join(filter(None, [mark.note, patched.get(mark.label)]))
+        marks.append(evolve(mark, roles=mark.roles | roles, note=note) if roles else mark)
+    affected = ran.union(patched)
+    links = [_affected(link, affected, patched) for link in drawn.links]
+    return LayerGraph(tuple(marks), tuple(links))
 
 
-def _stained(line: DataLink, stained: frozenset[str], patched: Mapping[str, str]) -> DataLink:
-    if line.edge in patched:
-        return evolve(line, roles=line.roles | {"edited"}, note=patched[line.edge])
-    return evolve(line, roles=line.roles | {"rerun"}) if {line.tail, line.head} <= stained else line
+def _affected(link: DataLink, affected: frozenset[str], patched: Mapping[str, str]) -> DataLink:
+    if link.edge in patched:
+        return evolve(link, roles=link.roles | {"edited"}, note=patched[link.edge])
+    return evolve(link, roles=link.roles | {"rerun"}) if {link.tail, link.head} <= affected else link

@@ -1,17 +1,9 @@
-"""What a page says of each layer: a card, as plain data that JSON can hold.
+"""A Scene as a self-contained HTML page, with a card for each layer and numbers laid over it.
 
-In: Layers, and how many bytes small pictures may take. Out: a dict for each label. Words are plain text here: whoever
-shows them takes care that they stay text.
-
-What a run, a sweep or a user's numbers say of layers, to be laid over a page.
-
-In: a run, a sweep, or a mapping. Out: Findings, numbers by label, and what stands behind each of them.
-
-A Scene as one page that explores it: HTML with its script, its styles and its data inside, and nothing outside.
-
-In: a Scene, its rows, a card for each layer. Out: HTML. Everything that comes from the model (labels, addresses, lines
-of code) is data: it stands in a block of JSON that cannot end early, and the script writes it as text, never as HTML.
-The page may load nothing, and runs no script but its own, which its hash names.
+In: a Scene, Layers, and a run, a sweep or a user's numbers. Out: HTML with its script, styles and data inside.
+Everything that comes from the model (labels, addresses, lines of code) is data: it is in a block of JSON that it cannot
+close, and the script inserts it as text, never as HTML. The content security policy of the page allows no loading, and
+no script but its own, by hash.
 """
 
 from __future__ import annotations
@@ -29,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 
 from .._layers.fields import on_page
 from .._layers.index import LayerIndex
@@ -41,18 +33,18 @@ from .scene import Arrow, Frame, Glyph, Scene
 from .values import Pictures, Statistics, pictures, statistics, tensors_in
 
 Card = dict[str, Any]
-SIDES = (32, 24, 16, 12, 8)  # of small pictures, in numbers; the first that fits into what they may take
+SIDES = (32, 24, 16, 12, 8)  # of thumbnails; the largest that fits the budget is taken
 MOST_PICTURES = 8
 
 
 def cards(layers: Sequence[Layer], picture_bytes: int) -> dict[str, Card]:
-    """A card for each layer. Its value is looked at once, and a few numbers and small pictures of it are kept."""
+    """A card for each layer: its facts, statistics and thumbnails of its value."""
     side, most = _side(layers, picture_bytes)
     return {layer.label: on_page(layer) | _of_value(layer, side, most) for layer in layers}
 
 
 def _side(layers: Sequence[Layer], picture_bytes: int) -> tuple[int, int]:
-    """How large pictures are, and how many of one layer, so that all of them fit; none, where even the least do not."""
+    """The size of thumbnails and their number per layer, so that all fit the budget; (0, 0) if none do."""
     counts = [shape[-3] for layer in layers if (shape := layer.shape) is not None and len(shape) in (3, 4)]
     for most in (MOST_PICTURES, 4, 2):
         for side in SIDES:
@@ -62,7 +54,7 @@ def _side(layers: Sequence[Layer], picture_bytes: int) -> tuple[int, int]:
 
 
 def _of_value(layer: Layer, side: int, most: int) -> Card:
-    """What the recorded value looks like."""
+    """Statistics and thumbnails of the recorded value."""
     try:
         tensors = tensors_in(layer.value)
     except NotSaved:
@@ -73,21 +65,12 @@ def _of_value(layer: Layer, side: int, most: int) -> Card:
 
 
 def _statistics(found: Statistics) -> Card:
-    return {
-        "count": found.count,
-        "mean": rounded(found.mean),
-        "std": rounded(found.std),
-        "least": rounded(found.least),
-        "greatest": rounded(found.greatest),
-        "zeros": rounded(found.zeros),
-        "nans": found.nans,
-        "infinities": found.infinities,
-        "histogram": found.histogram,
-    }
+    values = {field.name: getattr(found, field.name) for field in fields(Statistics)}
+    return {name: rounded(one) if isinstance(one, float) else one for name, one in values.items()}
 
 
 def _pictures(found: Pictures) -> Card:
-    """Pictures as bytes, from the least number (0) to the greatest (255) of them all."""
+    """Pictures as bytes, scaled from the least (0) to the greatest (255) finite element of all."""
     grids = found.grids.double()
     finite = grids[grids.isfinite()]
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
@@ -107,7 +90,7 @@ def _pictures(found: Pictures) -> Card:
 
 
 def rounded(number: float) -> float | None:
-    """A number in five digits; None where it is not finite, which JSON has no word for."""
+    """A number rounded to five digits; None if it is not finite, which JSON cannot express."""
     return float(f"{number:.5g}") if math.isfinite(number) else None
 
 
@@ -116,34 +99,36 @@ MOST_DETAILS = 1000  # of one layer
 
 @frozen
 class PageData:
-    """A number for each layer, and for the cards the numbers that it is the greatest of."""
+    """The numbers that colour a page, by layer, and the details behind them for the cards."""
 
     numbers: Any = None
     legend: str = ""
     details: Any = None
 
     def named(self, scene: Scene) -> Scene:
-        """The picture with a legend that says what the numbers are."""
+        """The picture with the legend of these numbers."""
         return evolve(scene, legend=self.legend) if self.legend and scene.span is not None else scene
 
 
-def page_data(atlas: LayerIndex, run: Any, sweep: Any, values: Any) -> PageData:
-    """What is to be laid over a page: one of a run, a sweep, a user's own numbers, or nothing."""
+def page_data(index: LayerIndex, run: Any, sweep: Any, values: Any) -> PageData:
+    """The numbers of a run, of a sweep, or of the user; at most one of them may be given."""
     given = [word for word, one in (("run", run), ("sweep", sweep), ("values", values)) if one is not None]
     if len(given) > 1:
-        raise CannotDraw(f"a page shows one thing in colours, and {' and '.join(given)} were given. Give one of them.")
+        raise CannotDraw(
+            f"a page can show one thing in colours, but {' and '.join(given)} were given. Give one of them."
+        )
     if run is not None:
         if not isinstance(run, Run) or run.program is not None or run.origin is None:
-            return PageData()  # the picture refuses it, and says why
+            return PageData()  # `compose` raises the error
         numbers = {row.label: row.change for row in run.diff() if row.change is not None}
         return PageData(numbers, "change against the recorded run")
     if sweep is not None:
-        return _of_sweep(atlas, sweep)
+        return _of_sweep(index, sweep)
     return PageData(values)
 
 
-def _of_sweep(atlas: LayerIndex, sweep: Any) -> PageData:
-    """The change of the metric that was farthest from zero at each layer, and all of them for its card."""
+def _of_sweep(index: LayerIndex, sweep: Any) -> PageData:
+    """For each layer the largest change of the metric by magnitude; all of them for its card."""
     if missing := [word for word in ("axes", "keys", "values", "baseline") if not hasattr(type(sweep), word)]:
         raise CannotDraw(
             f"sweep= takes what replaylens.sweep gives, and a {type(sweep).__name__} has no {missing[0]}. Numbers by "
@@ -152,16 +137,16 @@ def _of_sweep(atlas: LayerIndex, sweep: Any) -> PageData:
     baseline = torch.as_tensor(sweep.baseline)
     numbers = torch.as_tensor(sweep.values)
     if baseline.numel() != 1 or numbers.numel() != len(sweep.keys):
-        raise CannotDraw("a sweep is laid over a page by one number for each variant. Give it a metric that gives one.")
+        raise CannotDraw("a page shows one number per variant of a sweep. Give the sweep a metric that returns one.")
     changes = (numbers.reshape(-1).double() - baseline.double()).tolist()
     details: dict[str, list[Any]] = {}
     for key, change in zip(sweep.keys, changes, strict=True):
         site, *indices = key if isinstance(key, tuple) else (key,)
         words = [f"{axis} {index}" for axis, index in zip(sweep.axes[1:], indices, strict=False)]
-        for label in _labels(atlas, site):
+        for label in _labels(index, site):
             details.setdefault(label, []).append([", ".join(words) or str(site), change])
     if not details:
-        raise CannotDraw("no variant of this sweep is named by a layer, so there is nowhere to lay it.")
+        raise CannotDraw("no variant of this sweep is named by a layer, so it cannot be shown on layers.")
     greatest = {label: max((change for _, change in rows), key=abs) for label, rows in details.items()}
     shown = {
         label: [[word, rounded(change)] for word, change in rows[:MOST_DETAILS]] for label, rows in details.items()
@@ -169,13 +154,13 @@ def _of_sweep(atlas: LayerIndex, sweep: Any) -> PageData:
     return PageData(greatest, "change of the metric", shown)
 
 
-def _labels(atlas: LayerIndex, site: Any) -> Iterable[str]:
-    """The layer that a variant is named by; none, where its key is a word of the user's own."""
-    known = isinstance(site, str) and (site in atlas.by_label or site in atlas.aliases)
-    return [atlas.find(site).label] if known else []
+def _labels(index: LayerIndex, site: Any) -> Iterable[str]:
+    """The layer that the key of a variant names; none if the key is the user's own word."""
+    known = isinstance(site, str) and (site in index.by_label or site in index.aliases)
+    return [index.find(site).label] if known else []
 
 
-PICTURE_BYTES = 1_500_000  # what small pictures may take of a page
+PICTURE_BYTES = 1_500_000  # the budget for thumbnails on a page
 SCRIPTS = ("layout.js", "state.js", "picture.js", "card.js", "main.js")
 Data = dict[str, Any]
 
@@ -183,7 +168,7 @@ Data = dict[str, Any]
 def page(
     scene: Scene, rows: Mapping[str | None, Rows], by_label: Mapping[str, Card], details: Data | None = None
 ) -> str:
-    """The whole page as text. `details` are what lies over the picture, for the cards."""
+    """The page as text. `details` are the numbers behind the overlay, for the cards."""
     data = json.dumps(_data(scene, rows, by_label, details), separators=(",", ":"), allow_nan=False)
     script = "\n".join(_asset(name) for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -200,7 +185,7 @@ def page(
 
 
 def save_page(path: str | PathLike[str], scene: Scene, layers: Sequence[Layer], details: Any) -> Path:
-    """The page in a file, with cards for the layers that the picture has."""
+    """Write the page to a file, with cards for the layers in the picture."""
     seen = [layer for layer in layers if layer.label in scene.by_layer]
     made = page(scene, rows_of(scene), cards(seen, PICTURE_BYTES), details)
     found = Path(path)
@@ -213,7 +198,7 @@ def _asset(name: str) -> str:
 
 
 def _inside_script(data: str) -> str:
-    """JSON in which nothing can end the block that it stands in, or begin another."""
+    """JSON escaped so that it cannot close the script element around it, or open another."""
     return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -235,14 +220,14 @@ def _data(scene: Scene, rows: Mapping[str | None, Rows], by_label: Mapping[str, 
 
 
 def _glyph(glyph: Glyph, keys: Mapping[str, str]) -> Data:
-    shapes = ", ".join(["x".join(map(str, meaning.shape)) or "scalar" for meaning in glyph.meanings[:4]])
+    shapes = ", ".join(["x".join(map(str, spec.shape)) or "scalar" for spec in glyph.specs[:4]])
     found = {
         "name": glyph.name,
         "kind": glyph.kind,
         "layers": glyph.layers,
         "frame": keys[glyph.frame] if glyph.frame is not None else "root",
         "module": glyph.module,
-        "shape": shapes + (", ..." if len(glyph.meanings) > 4 else ""),
+        "shape": shapes + (", ..." if len(glyph.specs) > 4 else ""),
         "times": glyph.times,
         "roles": sorted(glyph.roles),
         "note": glyph.note,
@@ -264,14 +249,14 @@ def _frame(frame: Frame, keys: Mapping[str, str]) -> Data:
 
 
 def _words(arrow: Arrow) -> str:
-    """What is said of an arrow: its place among the arguments, and the turns for which it holds."""
+    """The label of an arrow: its argument position, and the turns that it holds for."""
     leaves = f"out {','.join(map(str, arrow.leaves))}" if arrow.leaves else ""
     enters = f"in {','.join(map(str, arrow.enters))}" if arrow.enters else ""
     return " ".join(filter(None, [leaves, *arrow.parts, enters, ", ".join(arrow.places), arrow.note]))
 
 
 def _rows(found: Rows, keys: Mapping[str, str]) -> list[Any]:
-    """`g3` is a glyph, `f3` a frame, `~g3` the way of lines from one; `^g3` from one outside of the frame."""
+    """Rows as JSON: `g3` is a glyph, `f3` a frame, `~g3` a track from an item, `^g3` one from outside of the frame."""
     names = [[_name(item, keys) for item in row] for row in found.rows]
     return [names, found.links]
 

@@ -1,9 +1,8 @@
-"""Blocks of layers that are repeated one after another: each is found, and drawn once.
+"""Blocks of layers that repeat one after another, to be drawn once.
 
-In: a Sketch and its Graph. Out: for each layer of a repeated block the layer of the first one that it is drawn as. Two
-blocks are alike when they consist of the same operations on the same shapes with the same arguments that are no
-tensors, in modules of the same classes, wired in the same way inside. How a block is connected to what is around it may
-differ; the arrows of the picture say for which turns they hold.
+In: a LayerGraph and its Graph. Out: for each layer of a repetition the layer of the first one that it is drawn as. Two
+blocks are equal if they have the same operations on the same shapes with the same non-tensor arguments, in modules of
+the same classes, and the same links inside. Links to the outside may differ; arrows name the turns that they hold for.
 """
 
 from __future__ import annotations
@@ -19,26 +18,28 @@ from .._ir.trees import remake
 from .._ir.util import cached_property
 from .layer_graph import LayerGraph, LayerMark
 
-FEWEST = 3  # how often a row that is no module must come, one reading the other: less is chance as often as design
-LONGEST = 24  # how many neighbours in a row, operations or modules, a repeated block may consist of
+FEWEST = 3  # repetitions of a block that is no module; two are as often a coincidence
+LONGEST = 24  # items, operations or modules, in a repeated block
 
 
 @frozen
 class Band:
-    """A repeated block that is no module: a frame of its own is drawn around it."""
+    """The frame of a repeated block that is no module."""
 
     key: str
     turn: str
-    depth: int  # how many module calls it lies in
+    depth: int  # the number of module calls around it
 
 
 @frozen
 class Repeats:
-    """What is drawn as what."""
+    """Which layers are drawn as which, and the frames that this adds."""
 
-    first: Mapping[str, str]  # a layer -> the layer of the first block that it is drawn as
-    bands: Mapping[str, tuple[Band, ...]]  # around the layers of the blocks that are no modules, outermost first
-    folded: frozenset[str] = frozenset()  # the module calls that were repeated blocks
+    first: Mapping[str, str]  # a layer -> the layer of the first repetition that it is drawn as
+    bands: Mapping[
+        str, tuple[Band, ...]
+    ]  # by layer: the frames of repeated blocks that are no modules, outermost first
+    folded: frozenset[str] = frozenset()  # the module calls that are repetitions
 
 
 NOTHING: Repeats = Repeats({}, {})
@@ -46,12 +47,12 @@ NOTHING: Repeats = Repeats({}, {})
 
 @define(eq=False)
 class _Block:
-    """A module call, or the whole program, with what ran in it in order."""
+    """A module call, or the whole program, with its items in order."""
 
     scope: Scope | None = None
     depth: int = 0
     items: list[_Block | LayerMark] = Factory(list)
-    dots: list[LayerMark] = field(factory=list)  # all in it, at any depth
+    marks: list[LayerMark] = field(factory=list)  # all its layers, at any depth
 
 
 def repeats(graph: Graph, drawn: LayerGraph) -> Repeats:
@@ -64,20 +65,20 @@ class _Search:
     graph: Graph
     drawn: LayerGraph
     first: dict[str, str] = field(factory=dict)
-    windows: dict[str, str] = field(factory=dict)  # a layer -> the repeated block that it lies in
+    windows: dict[str, str] = field(factory=dict)  # a layer -> the repetition around it
     bands: dict[str, list[Band]] = field(factory=dict)
     folded: set[str] = field(factory=set)
 
     def found(self) -> Repeats:
         self._search(self._tree())
-        bands = {dot.label: tuple(self._bands(dot.label)) for dot in self.drawn.dots}
+        bands = {mark.label: tuple(self._bands(mark.label)) for mark in self.drawn.marks}
         for label in list(self.first):
             self.first[label] = self._resolved(label)
         self._sources()
         return Repeats(self.first, bands, frozenset(self.folded))
 
     def _bands(self, label: str) -> list[Band]:
-        """The bands around a layer: those that were found around it, and those in the block that it is drawn as."""
+        """The bands around a layer: its own, and those inside of the repetition that it is drawn as."""
         own = self.bands.get(label, [])
         if label not in self.first:
             return own
@@ -93,24 +94,24 @@ class _Search:
     def _tree(self) -> _Block:
         root = _Block()
         blocks: dict[str, _Block] = {}
-        for dot in self.drawn.dots:
-            if "operation" not in dot.roles:
+        for mark in self.drawn.marks:
+            if "operation" not in mark.roles:
                 continue
             at = root
-            at.dots.append(dot)
-            for scope in dot.scopes:
+            at.marks.append(mark)
+            for scope in mark.scopes:
                 if str(scope) in self.drawn.single:
                     break
                 if str(scope) not in blocks:
                     blocks[str(scope)] = _Block(scope, at.depth + 1)
                     at.items.append(blocks[str(scope)])
                 at = blocks[str(scope)]
-                at.dots.append(dot)
-            at.items.append(dot)
+                at.marks.append(mark)
+            at.items.append(mark)
         return root
 
     def _search(self, block: _Block) -> None:
-        """Find repeats among the items of a block, then in those items that are drawn."""
+        """Find repetitions among the items of a block, then inside of the items that are drawn."""
         signs = [self._sign(item) for item in block.items]
         n = 0
         while n < len(block.items):
@@ -123,12 +124,12 @@ class _Search:
             n += period * times
 
     def _repeat(self, items: list[_Block | LayerMark], signs: list[Any], start: int) -> tuple[int, int]:
-        """The shortest row of items from here that comes at least twice, and how often it comes."""
+        """The length of the shortest repeated sequence from `start` and its number of repetitions; (1, 1) if none."""
         for period in range(1, min(LONGEST, (len(items) - start) // 2) + 1):
             here = signs[start : start + period]
             if here != signs[start + period : start + 2 * period]:
                 continue
-            if len(_dots(items[start : start + period])) < 2:
+            if len(_marks(items[start : start + period])) < 2:
                 continue
             wiring, times = self._wiring(items[start : start + period]), 1
             while True:
@@ -142,8 +143,8 @@ class _Search:
         return 1, 1
 
     def _is_chain(self, items: list[_Block | LayerMark]) -> bool:
-        """Of two rows of items, is each of one piece, and does the second read from the first?"""
-        labels = [dot.label for dot in _dots(items)]
+        """True if the first half of the items is connected, and the second half reads from it."""
+        labels = [mark.label for mark in _marks(items)]
         first, second = labels[: len(labels) // 2], labels[len(labels) // 2 :]
         reads = {tail for label in second for tail, _ in self._reads.get(label, ())}
         return not reads.isdisjoint(first) and self._is_one_piece(first)
@@ -156,21 +157,21 @@ class _Search:
         return len(piece[labels[0]]) == len(labels)
 
     def _fold(self, block: _Block, start: int, period: int, times: int) -> None:
-        whole = _dots(block.items[start : start + period])
+        whole = _marks(block.items[start : start + period])
         for turn in range(times):
             items = block.items[start + turn * period : start + (turn + 1) * period]
-            for dot, model in zip(_dots(items), whole, strict=True):
+            for mark, model in zip(_marks(items), whole, strict=True):
                 if turn:
-                    self.first[dot.label] = model.label
-                    self.windows[dot.label] = f"{whole[0].label} {turn}"
+                    self.first[mark.label] = model.label
+                    self.windows[mark.label] = f"{whole[0].label} {turn}"
                 if period > 1:
                     band = Band(f"repeat {whole[0].label}", f"{whole[0].label} {turn}", block.depth)
-                    self.bands.setdefault(dot.label, []).append(band)
+                    self.bands.setdefault(mark.label, []).append(band)
             if period == 1 and isinstance(items[0], _Block):
                 self.folded.add(str(items[0].scope))
 
     def _sign(self, item: _Block | LayerMark) -> Any:
-        """What an item is, as something that can be compared."""
+        """A key that equal items share."""
         if isinstance(item, LayerMark):
             return self._signs[item.label]
         inside = tuple([self._sign(one) for one in item.items])
@@ -178,20 +179,20 @@ class _Search:
 
     @cached_property
     def _signs(self) -> dict[str, Any]:
-        return {dot.label: self._of_dot(dot) for dot in self.drawn.dots if "operation" in dot.roles}
+        return {mark.label: self._of_mark(mark) for mark in self.drawn.marks if "operation" in mark.roles}
 
-    def _of_dot(self, dot: LayerMark) -> Any:
-        position = self.graph.positions.get(dot.node)  # none has what another program has besides
+    def _of_mark(self, mark: LayerMark) -> Any:
+        position = self.graph.positions.get(mark.node)  # None for layers of the other program of a difference
         node = self.graph.nodes[position] if position is not None else None
         given = repr(remake((node.args, node.kwargs), _blank)) if isinstance(node, Call) else ""
-        meanings = [(one.shape, str(one.dtype)) for one in dot.meanings]
-        parameters = [one.meaning.shape for one in dot.parameters]
-        kinds = [scope.kind for scope in dot.scopes if str(scope) in self.drawn.single]
-        return hash((dot.kind, given, str(meanings), str(parameters), str(kinds), dot.roles, dot.note))
+        specs = [(one.shape, str(one.dtype)) for one in mark.specs]
+        parameters = [one.meaning.shape for one in mark.parameters]
+        kinds = [scope.kind for scope in mark.scopes if str(scope) in self.drawn.single]
+        return hash((mark.kind, given, str(specs), str(parameters), str(kinds), mark.roles, mark.note))
 
     def _wiring(self, items: list[_Block | LayerMark]) -> tuple[Any, ...]:
-        """Who reads whom inside of a row of items, by their numbers in it; and how much is read from outside."""
-        number = {dot.label: n for n, dot in enumerate(_dots(items))}
+        """The links inside of a sequence of items, by index; reads from the outside count as -1."""
+        number = {mark.label: n for n, mark in enumerate(_marks(items))}
         return tuple(
             tuple([(number.get(tail, -1), place) for tail, place in self._reads.get(label, ())]) for label in number
         )
@@ -199,27 +200,27 @@ class _Search:
     @cached_property
     def _reads(self) -> dict[str, list[tuple[str, str]]]:
         found: dict[str, list[tuple[str, str]]] = {}
-        for line in self.drawn.lines:
-            found.setdefault(line.head, []).append((line.tail, line.place + line.part))
+        for link in self.drawn.links:
+            found.setdefault(link.head, []).append((link.tail, link.place + link.part))
         return found
 
     def _sources(self) -> None:
-        """Buffers and constants that are read by the same layers of repeated blocks are drawn as one."""
+        """Draw buffers and constants as one if corresponding layers of the repetitions read them."""
         readers: dict[str, set[tuple[str, str]]] = {}
-        for line in self.drawn.lines:
-            if "operation" not in self.drawn.by_label[line.tail].roles:
-                readers.setdefault(line.tail, set()).add((self.first.get(line.head, line.head), line.place))
+        for link in self.drawn.links:
+            if "operation" not in self.drawn.by_label[link.tail].roles:
+                readers.setdefault(link.tail, set()).add((self.first.get(link.head, link.head), link.place))
         known: dict[Any, str] = {}
         for label, read in readers.items():
-            dot = self.drawn.by_label[label]
-            if dot.roles & {"buffer", "constant"}:
-                sign = (frozenset(read), dot.kind, str(dot.meanings))
+            mark = self.drawn.by_label[label]
+            if mark.roles & {"buffer", "constant"}:
+                sign = (frozenset(read), mark.kind, str(mark.specs))
                 if known.setdefault(sign, label) != label:
                     self.first[label] = known[sign]
 
 
-def _dots(items: list[_Block | LayerMark]) -> list[LayerMark]:
-    return [dot for item in items for dot in (item.dots if isinstance(item, _Block) else (item,))]
+def _marks(items: list[_Block | LayerMark]) -> list[LayerMark]:
+    return [mark for item in items for mark in (item.marks if isinstance(item, _Block) else (item,))]
 
 
 def _blank(leaf: Any) -> Any:
@@ -227,5 +228,5 @@ def _blank(leaf: Any) -> Any:
 
 
 def around(bands: tuple[Band, ...], depth: int) -> Iterator[Band]:
-    """The bands that lie directly in a module call at some depth."""
+    """The bands directly inside of a module call at this depth."""
     return (band for band in bands if band.depth == depth)

@@ -1,6 +1,6 @@
 """How much each layer of a run differs from the recorded run.
 
-In: the layers of a program, and a run of it. Out: a Diff, a table that can be printed.
+In: the layers of a program, and a run of it. Out: a Diff, which prints as a table.
 """
 
 from __future__ import annotations
@@ -74,26 +74,28 @@ class Diff:
         """The change of each layer that ran, as bars. Gives matplotlib's Axes."""
         shown = [row for row in self.rows if row.change is not None]
         if not shown:
-            raise ReplaylensError("there is no change to plot: no layer ran again.")
+            raise ReplaylensError("there is no change to plot, because no layer ran again.")
         words = "change (share of the recorded value)"
         return bars([row.label for row in shown], [row.change or 0.0 for row in shown], words, ax, options)
 
 
-def diff(record: Record, atlas: LayerIndex, layers: Sequence[Layer], run: Run) -> Diff:
-    """The table for a run of this program, in which every value of the run is looked at."""
-    labels = frozenset(atlas.order)
+def diff(record: Record, index: LayerIndex, layers: Sequence[Layer], run: Run) -> Diff:
+    """Compare every layer that the run executed or patched."""
+    labels = frozenset(index.order)
     if run.program is not None:  # the model itself ran, from the beginning
         ran, values = labels, run
     else:
-        ran = labels & {*executed_in(atlas, run), *patched_in(record.graph, atlas, run)}
+        ran = labels & {*executed_in(index, run), *patched_in(record.graph, index, run)}
         values = with_all_values(run)
     rows = [compared(layer, values) for layer in layers if layer.label in ran]
-    return Diff(tuple(rows), labels - ran, lambda name: atlas.find(name).label)
+    return Diff(tuple(rows), labels - ran, lambda name: index.find(name).label)
 
 
 def _line(row: LayerChange, width: int, top: float) -> str:
     if row.change is None:
         return f"    {row.label:{width}}  {row.note}"
-    share = (row.change / top if top else 0.0) if isfinite(row.change) else 1.0  # what is not finite is the most
+    share = (
+        (row.change / top if top else 0.0) if isfinite(row.change) else 1.0
+    )  # a change that is not finite gets the longest bar
     bar = "#" * max(round(20 * share), int(row.is_changed))
     return f"    {row.label:{width}}  {row.change:<8.3g} {row.largest:<8.3g} {row.share:7.1%}  {bar}".rstrip()

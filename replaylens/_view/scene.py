@@ -1,8 +1,7 @@
-"""What is in a picture of a program, as pure data: no colours, no fonts, no positions.
+"""The content of a picture of a program as pure data, without colours, fonts and positions.
 
-A Scene holds glyphs (what is drawn as one thing: a layer, all passes of a layer, a whole module), arrows between them,
-and frames around them (calls of modules, nested). What each of them is, is said in `roles`, words that a theme knows
-how to paint:
+A Scene holds glyphs (what is drawn as one: a layer, all passes of a layer, a whole module), arrows between them, and
+frames around them (nested calls of modules). Their `roles` say what they are, in words that a theme maps to attributes:
 
     of a glyph   input, output, buffer, constant, operation; module (the only operation of a module), parameters (it
                  has some of its own), internal (comes from no input), boolean (a condition that Python read), collapsed
@@ -13,12 +12,8 @@ how to paint:
                  removed
     of a frame   repeat (a block that comes several times; one without a name is no module)
 
-A glyph or a frame that stands for several (`times`) has turns: the passes of a layer, the calls of a module, the
-repeated blocks, in order of execution. An arrow says for which turns it holds, where that is not for all of them.
-
-Which arrows of a picture go back: those that close a circle, against the order of execution.
-
-In: the keys of glyphs in order, and the arrows between them. Out: pairs of keys.
+A glyph or a frame that stands for several (`times`) has turns: the passes of a layer, the calls of a module, or the
+repetitions of a block, in execution order. An arrow names the turns that it holds for, unless it holds for all.
 """
 
 from __future__ import annotations
@@ -37,33 +32,33 @@ NO_ROLES: Roles = frozenset()
 
 @frozen
 class Glyph:
-    """One thing that is drawn: a layer, all passes of one, or a module with all that is in it."""
+    """What is drawn as one: a layer, all passes of one, or a module with everything in it."""
 
     key: str
-    name: str  # what people call it: `linear_1_1:2`, `linear_1_1` where passes are drawn as one, `layer3.0` of a module
-    kind: str  # type of operation: `linear`; of a collapsed module its class
-    layers: tuple[str, ...]  # the labels of the layers that it stands for, in order of execution
-    frame: str | None = None  # the innermost frame that it lies in
-    module: str = ""  # where it is a module's only operation: the module's address, and call, where it has several
-    meanings: tuple[TensorSpec, ...] = ()  # of the tensors that it gives (in its first turn)
+    name: str  # `linear_1_1:2`, `linear_1_1` for all passes, `layer3.0` for a module
+    kind: str  # the type of operation, such as `linear`, or the class of a collapsed module
+    layers: tuple[str, ...]  # the labels of the layers that it stands for, in execution order
+    frame: str | None = None  # the innermost frame around it
+    module: str = ""  # if it is the only operation of a module: that module, with the call if there are several
+    specs: tuple[TensorSpec, ...] = ()  # of its values (in its first turn)
     parameters: tuple[TensorSpec, ...] = ()
     times: int = 1
     roles: Roles = NO_ROLES
-    note: str = ""  # what an edit did, which value a condition had
+    note: str = ""  # what an edit did, or the value of a condition
     source: str = ""  # the user's line of code
-    value: float | None = None  # a number that is laid over the picture
+    value: float | None = None  # the number of an overlay
 
 
 @frozen
 class Arrow:
-    """Data that goes from one glyph to another."""
+    """Data that flows from one glyph to another."""
 
     tail: str
     head: str
-    places: tuple[str, ...] = ()  # among the head's arguments, where their order matters: `arg 0`, `weight`
-    parts: tuple[str, ...] = ()  # of a tail that gives several tensors: `[1]`
-    leaves: tuple[int, ...] = ()  # the tail's turns for which it holds; empty: all
-    enters: tuple[int, ...] = ()  # the head's turns for which it holds; empty: all
+    places: tuple[str, ...] = ()  # argument positions of the head, if their order matters: `arg 0`, `weight`
+    parts: tuple[str, ...] = ()  # which of several values of the tail: `[1]`
+    leaves: tuple[int, ...] = ()  # the turns of the tail that it holds for; () for all
+    enters: tuple[int, ...] = ()  # the turns of the head that it holds for; () for all
     roles: Roles = NO_ROLES
     note: str = ""
 
@@ -73,7 +68,7 @@ class Frame:
     """A box around glyphs: a call of a module, all calls of one, or layers that repeat."""
 
     key: str
-    name: str  # the module's address, with its call where each is drawn: `fc:2`
+    name: str  # the address of the module, with the call if each is drawn: `fc:2`
     kind: str  # the module's class
     parent: str | None = None
     times: int = 1
@@ -83,7 +78,7 @@ class Frame:
 
 @frozen
 class Totals:
-    """What the title says of the whole program."""
+    """The counts in the title."""
 
     model: str
     tensors: int
@@ -94,15 +89,15 @@ class Totals:
 
 @frozen
 class Scene:
-    """A picture as data. Glyphs are in order of execution; a frame comes after the frame that it lies in."""
+    """A picture as data. Glyphs are in execution order; a frame comes after the frame around it."""
 
     totals: Totals
     glyphs: tuple[Glyph, ...]
     arrows: tuple[Arrow, ...]
     frames: tuple[Frame, ...]
     module: str = ""  # the only module that is drawn
-    legend: str = ""  # what the numbers mean that are laid over it
-    span: tuple[float, float] | None = field(default=None)  # the least and the greatest of them
+    legend: str = ""  # of the overlay
+    span: tuple[float, float] | None = field(default=None)  # the least and the greatest number of the overlay
 
     @cached_property
     def by_key(self) -> dict[str, Glyph]:
@@ -110,7 +105,7 @@ class Scene:
 
     @cached_property
     def backward(self) -> frozenset[tuple[str, str]]:
-        """The arrows that go back in the order of execution, as pairs of keys."""
+        """The back edges, as pairs of keys."""
         pairs = [(one.tail, one.head) for one in self.arrows if "gradient" not in one.roles]
         return back_edges([glyph.key for glyph in self.glyphs], pairs)
 
@@ -124,11 +119,11 @@ class Scene:
         return {frame.key: frame for frame in self.frames}
 
     def repeated(self, frame: str | None) -> int:
-        """How often the innermost repeated block comes that this frame is, or lies in."""
+        """The number of repetitions of the innermost repeated block that this frame is, or is in."""
         return next(self.repetitions(frame))
 
     def repetitions(self, frame: str | None) -> Iterator[int]:
-        """How often the repeated blocks come that this frame is, or lies in, the innermost first, the program last."""
+        """The numbers of repetitions of the repeated blocks around this frame, innermost first; 1 for the program."""
         while frame is not None:
             found = self.frame_by_key[frame]
             if "repeat" in found.roles:
@@ -137,7 +132,7 @@ class Scene:
         yield 1
 
     def common_frame(self, one: str | None, other: str | None) -> str | None:
-        """The innermost frame in which two lie."""
+        """The innermost frame around two frames."""
         around = set()
         while one is not None:
             around.add(one)
@@ -148,7 +143,7 @@ class Scene:
 
     @cached_property
     def inside(self) -> dict[str | None, tuple[Glyph | Frame, ...]]:
-        """What lies directly in each frame, and (under None) in none, in order of execution."""
+        """The items directly in each frame, and under None those in no frame, in execution order."""
         first: dict[str | None, list[Glyph | Frame]] = {}
         placed: set[str] = set()
         for glyph in self.glyphs:
@@ -171,13 +166,13 @@ class Scene:
         return {key: sorted(items, key=lambda item: start[item.key]) for key, items in found.items()}
 
 
-def bytes_of(meaning: TensorSpec) -> int:
-    return prod(meaning.shape) * meaning.dtype.itemsize
+def bytes_of(spec: TensorSpec) -> int:
+    return prod(spec.shape) * spec.dtype.itemsize
 
 
 def back_edges(order: Sequence[str], pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
-    """The pairs that lead to an earlier glyph from one that it leads to. What only comes late, such as a buffer that
-    is first read in the middle of a box, does not go back.
+    """The pairs that lead to an earlier glyph of the same cycle. A pair that leads to an earlier glyph without closing
+    a cycle, as from a buffer that is first read in the middle of a box, is no back edge.
     """
     pairs = list(pairs)
     number = {key: n for n, key in enumerate(order)}
@@ -188,7 +183,7 @@ def back_edges(order: Sequence[str], pairs: Iterable[tuple[str, str]]) -> frozen
 
 
 def _circles(keys: Sequence[str], pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """For each key one that stands for all that lie on circles with it (Kosaraju's two walks)."""
+    """For each key a representative of its strongly connected component (Kosaraju's algorithm)."""
     ahead: dict[str, list[str]] = {key: [] for key in keys}
     behind: dict[str, list[str]] = {key: [] for key in keys}
     for one, other in pairs:
@@ -206,7 +201,7 @@ def _circles(keys: Sequence[str], pairs: list[tuple[str, str]]) -> dict[str, str
 
 
 def _finished(keys: Sequence[str], ahead: Mapping[str, list[str]]) -> list[str]:
-    """The keys in the order in which a walk into the depth is done with them."""
+    """The keys in depth-first post-order."""
     done: list[str] = []
     seen: set[str] = set()
     for start in keys:

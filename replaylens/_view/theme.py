@@ -1,8 +1,8 @@
-"""How a picture looks: which attributes of graphviz each role gets. Data only.
+"""Themes: the graphviz attributes of each role, as tables.
 
-A theme is a table. What a thing is called in `roles` (see `scene.py`) is looked up from the top to the bottom; a later
-row wins over an earlier one. `PAPER` is the visual code of published computational graphs: green inputs, red outputs,
-grey parameters, yellow conditions; boxes for modules, ellipses for what is computed outside of them.
+The rows of a table that match the roles of an item (see scene.py) apply from top to bottom, later ones win. `PAPER`
+follows published computational graphs: green inputs, red outputs, grey parameters, yellow conditions; boxes for
+modules, ellipses for other operations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Table = Mapping[str, Attributes]
 
 @frozen
 class Theme:
-    """Attributes of graphviz for everything, and for each role of glyphs, arrows and frames.
+    """Graphviz attributes: general ones, and those of each role of glyphs, arrows and frames.
 
     >>> PAPER.with_glyphs(input={"fillcolor": "gold"}).glyphs["input"]["fillcolor"]
     'gold'
@@ -31,7 +31,9 @@ class Theme:
     glyphs: Table
     arrows: Table
     frames: Table
-    scale: tuple[str, str, str] = field(default=("#4575d4", "#ffffff", "#d7432f"))  # of numbers: least, zero, greatest
+    scale: tuple[str, str, str] = field(
+        default=("#4575d4", "#ffffff", "#d7432f")
+    )  # colours of the least number, zero, the greatest
     faint: str = "#555555"  # small print
 
     def with_glyphs(self, **rows: Attributes) -> Theme:
@@ -110,7 +112,7 @@ THEMES: Mapping[str, Theme] = {"paper": PAPER, "dark": DARK}
 
 
 def attributes(base: Attributes, table: Table, roles: frozenset[str]) -> dict[str, str]:
-    """What a thing with these roles gets beyond what all things get."""
+    """The attributes of an item with these roles, beyond the general ones."""
     found: dict[str, str] = {}
     for role, row in table.items():
         if role in roles:
@@ -119,9 +121,7 @@ def attributes(base: Attributes, table: Table, roles: frozenset[str]) -> dict[st
 
 
 def colour(scale: tuple[str, str, str], value: float, span: tuple[float, float]) -> str:
-    """The colour of a number: the middle one at zero, or at the least where none is negative. What is not finite is
-    as far as can be.
-    """
+    """The colour of a number: the middle one for zero. A number that is not finite has the colour of an end."""
     low, high = span
     value = inf if isnan(value) else value
     end = scale[2] if value >= 0 or low >= 0 else scale[0]
@@ -132,6 +132,6 @@ def colour(scale: tuple[str, str, str], value: float, span: tuple[float, float])
 
 
 def ink(fill: str) -> str:
-    """Black or white, whichever can be read on a colour."""
+    """Black or white, whichever is readable on a colour."""
     red, green, blue = (int(fill[n : n + 2], 16) for n in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"

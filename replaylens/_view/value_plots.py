@@ -1,4 +1,4 @@
-"""Pictures of values and findings, by matplotlib, which is asked for where it is missing.
+"""Plots of values and of results by matplotlib, which is an optional dependency.
 
 In: tensors, names, numbers. Out: matplotlib Axes.
 """
@@ -17,7 +17,7 @@ from .values import Pictures, numbers_of, pictures, tensors_in
 
 
 def plot_value(label: str, value: Any, kind: str | None, ax: Any, options: dict[str, Any]) -> Any:
-    """A layer's value: its feature maps or patterns of attention where it has them, else a histogram."""
+    """Plot the value of a layer: feature maps or attention patterns if it has them, else a histogram."""
     tensors = tensors_in(value)
     if kind not in (None, "maps", "attention", "histogram"):
         raise ValueError(f"kind must be 'maps', 'attention', 'histogram' or None, not {kind!r}.")
@@ -32,7 +32,7 @@ def plot_value(label: str, value: Any, kind: str | None, ax: Any, options: dict[
 
 
 def grids(label: str, found: Pictures, ax: Any, options: dict[str, Any]) -> Any:
-    """Small pictures beside one another, of one scale; on one Axes, so that they fit into any figure."""
+    """Plot small pictures side by side on one scale, in a single Axes that fits into any figure."""
     title = f"{label}  {found.title}"
     ax = ax or new_axes(
         max(1.3 * min(8, len(found.grids)), len(title) / 14) + 0.9, 1.4 * -(-len(found.grids) // 8) + 0.6
@@ -47,7 +47,7 @@ def grids(label: str, found: Pictures, ax: Any, options: dict[str, Any]) -> Any:
 
 
 def contact_sheet(grids: torch.Tensor, columns: int = 8) -> torch.Tensor:
-    """A stack of pictures as one, with gaps of NaN between them."""
+    """A stack of pictures as one, separated by NaN."""
     count, height, width = grids.shape
     columns = min(columns, count)
     gap = max(1, width // 24)
@@ -60,7 +60,7 @@ def contact_sheet(grids: torch.Tensor, columns: int = 8) -> torch.Tensor:
 
 
 def histogram(label: str, tensors: list[torch.Tensor], ax: Any, options: dict[str, Any]) -> Any:
-    """How often each size of number comes up."""
+    """Plot the distribution of the elements."""
     found = [numbers_of(tensor) for tensor in tensors]
     numbers = [one.reshape(-1).double() for one in found if one is not None and one.numel()]
     if not numbers:
@@ -79,7 +79,7 @@ def histogram(label: str, tensors: list[torch.Tensor], ax: Any, options: dict[st
 
 
 def bars(names: Sequence[str], numbers: Sequence[float], word: str, ax: Any, options: dict[str, Any]) -> Any:
-    """A number for each name, the first on top. What is not finite is hatched, as long as the longest, and named."""
+    """Plot a bar for each name, the first on top. A number that is not finite is hatched, full-length and labelled."""
     ax = ax or new_axes(6, min(14, 1 + 0.22 * len(names)))
     longest = max([abs(number) for number in numbers if isfinite(number)], default=0.0) or 1.0
     drawn = ax.barh(range(len(names)), [one if isfinite(one) else longest for one in numbers], **options)
@@ -96,5 +96,5 @@ def bars(names: Sequence[str], numbers: Sequence[float], word: str, ax: Any, opt
 
 
 def new_axes(width: float, height: float) -> Any:
-    """Axes on a figure of their own, of a size in inches."""
+    """New Axes on a figure of a size in inches."""
     return optional("matplotlib.pyplot", "plot").subplots(figsize=(width, height), layout="constrained")[1]

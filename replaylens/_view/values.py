@@ -1,6 +1,6 @@
-"""What a value looks like: a few numbers, a histogram, small pictures of what is two-dimensional in it.
+"""What a value looks like: statistics, a histogram, feature maps and attention patterns.
 
-In: a tensor. Out: plain data. What it is the value of is not known here, nor how pictures are painted.
+In: a tensor. Out: plain data.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .._ir.torch_private import pytree
 
 @frozen
 class Statistics:
-    """A tensor in a few numbers. The bins of the histogram are of one width, from the least to the greatest number."""
+    """A tensor in a few numbers. The histogram has bins of equal width from the least to the greatest number."""
 
     count: int
     mean: float
     std: float
     least: float
     greatest: float
-    zeros: float  # the share of numbers that are zero
+    zeros: float  # the fraction of zeros
     nans: int
     infinities: int
     histogram: tuple[int, ...]
@@ -31,16 +31,16 @@ class Statistics:
 
 @frozen(eq=False)
 class Pictures:
-    """What is two-dimensional in a tensor, as a stack of grids of numbers."""
+    """The two-dimensional content of a tensor as a stack of grids."""
 
     title: str
     names: tuple[str, ...]
     grids: torch.Tensor  # (picture, row, column)
-    is_pattern: bool = False  # every row sums to one: what attends to what
+    is_pattern: bool = False  # an attention pattern: every row sums to one
 
 
 def statistics(tensor: torch.Tensor, bins: int = 24) -> Statistics | None:
-    """The tensor in a few numbers; None where it holds none. Of complex numbers it is their size."""
+    """The statistics of a tensor; None if it has no numbers. Complex numbers count by magnitude."""
     numbers = numbers_of(tensor)
     if numbers is None or not numbers.numel():
         return None
@@ -73,7 +73,7 @@ def _histogram(numbers: torch.Tensor, least: float, greatest: float, bins: int) 
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor as real numbers that can be counted with; None where it is of no such kind."""
+    """The tensor as real floats, complex numbers by magnitude; None for tensors without plain content."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta":
         return None
     tensor = tensor.detach().cpu()
@@ -84,9 +84,9 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def pictures(tensor: torch.Tensor, most: int = 8, side: int | None = None) -> Pictures | None:
-    """Its feature maps or patterns of attention, those of the first sample; None where it has none.
+    """The feature maps or attention patterns of the first sample; None if the tensor has none.
 
-    More than `most` are left out; what has more rows or columns than `side` is averaged down to it.
+    At most `most` are returned; larger ones are averaged down to `side` rows and columns.
     """
     numbers = numbers_of(tensor)
     if numbers is None or not numbers.numel() or numbers.dim() < 3 or min(numbers.shape[-2:]) < 2:
@@ -103,7 +103,7 @@ def pictures(tensor: torch.Tensor, most: int = 8, side: int | None = None) -> Pi
 
 
 def _is_pattern(numbers: torch.Tensor) -> bool:
-    """Do all rows sum to one, with no number below zero?"""
+    """True if all rows sum to one and no element is negative."""
     if numbers.dim() < 3 or bool((numbers < 0).any()):
         return False
     return bool(((numbers.sum(-1) - 1).abs() < SHARES.absolute).all())
@@ -117,5 +117,5 @@ def _smaller(stack: torch.Tensor, side: int | None) -> torch.Tensor:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a layer's value: one, or several in a structure."""
+    """The tensors in the value of a layer."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
