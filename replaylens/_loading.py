@@ -10,8 +10,8 @@ try:
     gc.disable()
     from . import program as program
     from ._study import attribution as attribution, paths as paths, sweep as sweep
-    from ._sweep import batch_runner as batch_runner, chunks as chunks
-    from ._view import run_diff as run_diff, theme as theme
+    from ._sweep import batch_runner as batch_runner
+    from ._view import overlays as overlays, theme as theme
 finally:
     if _collects:
         gc.enable()

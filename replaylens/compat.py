@@ -9,16 +9,58 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from os import PathLike
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 import torch
-from graphviz import Source
+from graphviz import FORMATS, Source
 
 from ._capture.snapshot import RngState
 from ._layers.layer import Layer
-from ._torchlens.drawing import require_known, visualize
 from .program import Program, capture, check
+
+OPTIONS = ("none", "unrolled", "rolled")
+DIRECTIONS = {"bottomup": "BT", "topdown": "TB", "leftright": "LR"}
+
+
+def visualize(
+    prog: Any,
+    vis_opt: str = "unrolled",
+    vis_nesting_depth: int = 1000,
+    vis_outpath: str | PathLike[str] = "graph.gv",
+    vis_fileformat: str = "pdf",
+    vis_buffer_layers: bool = False,
+    vis_direction: str = "bottomup",
+) -> Source | None:
+    """Draw the program and write it to a file, `graph.gv.pdf` by default. None if `vis_opt` is "none"."""
+    require_known(vis_opt, vis_direction)
+    if vis_opt == "none":
+        return None
+    path, kind = _file(fspath(vis_outpath), vis_fileformat)
+    source: Source = prog.draw(
+        path,
+        format=kind,
+        rolled=vis_opt == "rolled",
+        depth=vis_nesting_depth,
+        buffers=vis_buffer_layers,
+        direction=DIRECTIONS[vis_direction],
+    )
+    return source
+
+
+def require_known(vis_opt: str, vis_direction: str) -> None:
+    """Raise unless the options are valid; called before the model runs."""
+    if vis_opt not in OPTIONS:
+        raise ValueError(f"vis_opt must be one of {', '.join(map(repr, OPTIONS))}, not {vis_opt!r}.")
+    if vis_direction not in DIRECTIONS:
+        raise ValueError(f"vis_direction must be one of {', '.join(map(repr, DIRECTIONS))}, not {vis_direction!r}.")
+
+
+def _file(path: str, kind: str) -> tuple[str, str]:
+    """The file name and format. A suffix that is an image format decides the format; else the format is appended."""
+    ending = Path(path).suffix.removeprefix(".")
+    return (path, ending) if ending in FORMATS and ending not in ("gv", "dot") else (f"{path}.{kind}", kind)
 
 
 class ModelHistory(Program):

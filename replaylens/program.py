@@ -17,43 +17,41 @@ import torch
 from attrs import evolve
 from graphviz import Source
 
-from ._capture.capture import Captured, record
-from ._capture.fake import outlined
-from ._capture.rerun.run import capture_without_effects, has_scripts, undisturbed
+from ._capture.capture import Captured, trace_forward
+from ._capture.fake import capture_fake
+from ._capture.rerun.run import capture_without_effects, has_scripts, with_model_to_itself
 from ._capture.snapshot import ForwardState
-from ._check.check import check as check_program, with_model
-from ._check.model_under_test import ModelUnderTest, under_check
+from ._check.check import check as check_program, check_model
+from ._check.model_under_test import ModelUnderTest, with_model_under_test
 from ._check.program_under_test import ProgramUnderTest
 from ._check.report import CheckReport
-from ._edit.arguments import name_of
+from ._edit.arguments import function_name
 from ._edit.edges import Edge
-from ._edit.expand import chosen
+from ._edit.expand import calls_to_expand
 from ._edit.patch import Patch, Zero, shown
-from ._edit.save_spec import SaveSpec
-from ._ir.copies import writable_copy
+from ._edit.select import SaveSpec
 from ._ir.equality import same_content
+from ._ir.interrupts import restoring_modes
+from ._ir.memory import writable_copy
 from ._ir.node import Guard, Ref
-from ._ir.printer import code
+from ._ir.printer import program_code
 from ._ir.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
 from ._ir.trees import freeze_deep, thaw
 from ._ir.util import FrozenMapping
-from ._ir.world import restoring
 from ._layers.name_resolution import as_list
-from ._layers.naming import labels
+from ._layers.naming import label_nodes
 from ._layers.summary import as_html, summary
 from ._replay import edits as editing
-from ._replay.edits import expand
+from ._replay.edits import expand, insert, swap
 from ._replay.function import function_of
 from ._replay.gradients import Grads, gradients, total
 from ._replay.guards import Guards
 from ._replay.module import ProgramModule
-from ._replay.move import move, rerun, with_present_state
-from ._replay.record import Record, detached
+from ._replay.move import move, rerun, with_current_state
+from ._replay.record import Record, completed_record, detached, keeping_only
 from ._replay.request import Request
 from ._replay.resolve_patches import bound_patches
-from ._replay.retention import completed, keeping
 from ._replay.supply import Run
-from ._replay.swap import insert, swap
 from ._sweep.sweep_runner import PendingSweep
 from ._view.dot import DrawOptions, draw
 from ._view.grouping import ViewOptions
@@ -85,9 +83,9 @@ def capture(
     save_spec = SaveSpec.of(save)
     if fake:
         return Program(
-            _outline=outlined(model, args, kwargs, labels, unknown), _history=("captured without computing",)
+            _outline=capture_fake(model, args, kwargs, label_nodes, unknown), _history=("captured without computing",)
         )
-    prog = Program(_captured=record(model, args, kwargs, labels, unknown, save_spec))
+    prog = Program(_captured=trace_forward(model, args, kwargs, label_nodes, unknown, save_spec))
     if outer:
         _require_unchanged(prog, outer)
     return prog if save_spec.everything else prog._keeping(save_spec)
@@ -112,10 +110,10 @@ def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bo
         )
 
     def live() -> Run:
-        recorded = Program(_captured=capture_without_effects(model, args, kwargs, labels))
+        recorded = Program(_captured=capture_without_effects(model, args, kwargs, label_nodes))
         return recorded._patched_live(patch, grad, (args, kwargs))
 
-    return undisturbed(model, lambda _: _compiled(model, live))
+    return with_model_to_itself(model, lambda _: _compiled(model, live))
 
 
 def _compiled(model: Any, live: Callable[[], Run]) -> Run:
@@ -145,9 +143,9 @@ def check(
     def work(subject: ModelUnderTest) -> CheckReport:
         captured = subject.captured
         prog = Program(_record=subject.record, _output=captured.output, _beginning=captured.beginning)
-        return with_model(subject, prog.check(sample, progress))
+        return check_model(subject, prog.check(sample, progress))
 
-    return under_check(model, args, kwargs, work)
+    return with_model_under_test(model, args, kwargs, work)
 
 
 def _require_unchanged(prog: Program, modes: list[Any]) -> None:
@@ -211,7 +209,7 @@ class Program(ProgramBase):
     @property
     def code(self) -> str:
         """The program as readable Python, one line per node, with the user's source line above each block."""
-        return code(self.graph)
+        return program_code(self.graph)
 
     def __copy__(self) -> Program:
         return self
@@ -372,7 +370,7 @@ class Program(ProgramBase):
             {key: None for patch in variants.values() for key in patch or () if isinstance(key, Edge)}
         )
         on_divergence = prog._when_diverged(on_divergence)
-        batched = restoring(lambda: prog._batched(variants, metric, memory, on_divergence, _recorded))
+        batched = restoring_modes(lambda: prog._batched(variants, metric, memory, on_divergence, _recorded))
         pending = PendingSweep(batched, on_divergence)
         return pending if dry else pending.run(progress)
 
@@ -498,7 +496,7 @@ class Program(ProgramBase):
         steps as passes of layers (`hidden_l0_1:5`, `forget_gate_l0_1:5`), a normalisation its `scale_1`. The result of
         the operation keeps its name. Values differ from the recorded ones by rounding.
         """
-        names = chosen(self.graph, where, self._names.nodes)
+        names = calls_to_expand(self.graph, where, self._names.nodes)
         said = _divergence_note(on_divergence)
         return self._edited(expand(self._record, names, _recorded, on_divergence), "expand", where, **said)
 
@@ -528,7 +526,7 @@ class Program(ProgramBase):
 
         Other values that it needs, from paths around `from_`, are recorded constants.
         """
-        made = editing.cut_out(self._record, self._names.starts(from_), self._names.end(to))
+        made = editing.slice_record(self._record, self._names.starts(from_), self._names.end(to))
         words = {key: value for key, value in (("from_", from_), ("to", to)) if value is not None}
         return self._edited(made, "slice", **words)
 
@@ -543,7 +541,7 @@ class Program(ProgramBase):
         """The same program rerun on the current parameters and inputs."""
         self._require_settled("refreshed program")
         beginning = self._beginning
-        record, output = rerun(with_present_state(self._record, beginning.model if beginning is not None else None))
+        record, output = rerun(with_current_state(self._record, beginning.model if beginning is not None else None))
         if beginning is not None and isinstance(beginning.model, torch.nn.Module):
             beginning = beginning.held_now()
         return self._derived(record, output, "refreshed", _beginning=beginning)
@@ -568,8 +566,8 @@ class Program(ProgramBase):
         """The program with exactly the values that `save_spec` selects."""
         if save_spec.everything and self._record.saved is None:
             return self
-        whole = completed(self._record) if save_spec.everything else None
-        record = whole or keeping(self._record, frozenset(self._selected(save_spec)))
+        whole = completed_record(self._record) if save_spec.everything else None
+        record = whole or keeping_only(self._record, frozenset(self._selected(save_spec)))
         output = thaw(record.graph.output, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
         return self._derived(record, output, _beginning=self._beginning)
 
@@ -612,7 +610,7 @@ def _divergence_note(on_divergence: str) -> dict[str, str]:
 def _argument_text(value: Any) -> str:
     """An argument of an edit, as its history shows it."""
     is_function = callable(value) and not isinstance(value, (Patch, torch.Tensor))
-    return name_of(value) if is_function else shown(value)
+    return function_name(value) if is_function else shown(value)
 
 
 def _require_one_start(of: Any) -> Any:

@@ -15,43 +15,40 @@ import torch
 from attrs import evolve
 
 from ._capture.capture import Captured, record_of
-from ._capture.rerun.call_sites import MatchingSites
-from ._capture.rerun.run import as_run, otherwise, run_with_patches
+from ._capture.rerun.live_patches import MatchingSites
+from ._capture.rerun.run import as_run, next_forward_difference, run_with_patches
 from ._capture.snapshot import ForwardState
-from ._edit.bind import refers
 from ._edit.edges import Edge
-from ._edit.save_spec import SaveSpec
-from ._edit.select import Selection, Where, find, is_named, sites
+from ._edit.patch import has_source
+from ._edit.select import SaveSpec, Selection, Where, find, is_named, sites
 from ._ir.graph import Graph
+from ._ir.interrupts import after_fork, exclusive_generator, reset_lock
 from ._ir.label import Label
 from ._ir.location import Location
+from ._ir.memory import version_of
 from ._ir.node import Call, Input, Ref, refs_in
-from ._ir.shared_memory import version_of
 from ._ir.torch_private import outside_of_transforms
 from ._ir.trees import thaw
 from ._ir.util import add_note, cached_property, is_glob
 from ._ir.value_source import ValueSource
-from ._ir.world import drawing_alone, freed, in_children
 from ._layers.index import LayerIndex
 from ._layers.layer import Layer
 from ._layers.name_resolution import NameResolver, as_list
 from ._layers.program_facts import ProgramFacts
 from ._layers.program_metadata import ProgramMetadata
-from ._replay.gradients import Grads, GradTargets, grad_targets, gradients, seen_from
-from ._replay.guards import Departure, LeftPath
-from ._replay.inputs import CAPTURE_AGAIN, GivenInputs, made_ordinary, new_inputs, new_state
-from ._replay.record import OVERWRITTEN, Record, Versions, detached
+from ._replay.gradients import Grads, GradTargets, grad_targets, gradients, with_output
+from ._replay.guards import Departure, RerunRequired
+from ._replay.inputs import CAPTURE_AGAIN, GivenInputs, copied_outside_inference, new_inputs, new_state
+from ._replay.record import OVERWRITTEN, Record, Versions, completed_record, detached, with_values
 from ._replay.replay import replay
-from ._replay.request import HandOffChange, LivePatchScope, Request
+from ._replay.request import LivePatchScope, ModuleOutputChange, Request
 from ._replay.resolve_patches import changes_of
-from ._replay.retention import completed, with_values
 from ._replay.supply import Origin, Run
 from ._sweep.sweep_runner import BatchedSweep
 from ._view.grouping import ViewOptions
-from ._view.overlays import Overlay, compose
-from ._view.run_diff import Diff, diff
+from ._view.overlays import Diff, Overlay, compose, diff
+from ._view.plots import plot_value
 from ._view.scene import Scene
-from ._view.value_plots import plot_value
 from .errors import (
     CannotDraw,
     DivergedReplay,
@@ -65,7 +62,7 @@ from .errors import (
 
 Recorder = Callable[[Any, tuple[Any, ...], dict[str, Any]], Record]  # records a call of a function
 _freezing = RLock()  # two threads may freeze the record of one program at once
-in_children(partial(freed, _freezing))
+after_fork(partial(reset_lock, _freezing))
 
 
 class ProgramBase(ProgramMetadata, ValueSource):
@@ -253,7 +250,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
     def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> GivenInputs:
         if not inputs and not named:
             return GivenInputs()
-        args, kwargs = made_ordinary(self.graph, (inputs, named))
+        args, kwargs = copied_outside_inference(self.graph, (inputs, named))
         return new_inputs(self.graph, args, kwargs, self._record.live)
 
     def _request(
@@ -324,7 +321,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         a layer and for a type of operation, but not those that take values from another program, which has none there.
         """
         pairs = patch.items() if isinstance(patch, Mapping) else ()
-        keys = [key for key, what in pairs if not refers(what)]
+        keys = [key for key, what in pairs if not has_source(what)]
         found = {key: self._locations(key) for key in keys if isinstance(key, str) and not Label.of(key).turn}
         nodes = {key: [self.graph[one.node] for s in of_key for one in s.each] for key, of_key in found.items()}
         kinds = [key for key, of in nodes.items() if all(isinstance(n, Call) and n.kind == key != n.name for n in of)]
@@ -339,7 +336,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         """True if a module was named, and not the layer that gives its output."""
         return site.scope is not None and site.name not in self._index.by_label
 
-    def _hand_offs(self, key: Any, is_every: bool) -> Iterator[HandOffChange]:
+    def _hand_offs(self, key: Any, is_every: bool) -> Iterator[ModuleOutputChange]:
         """The module outputs that a key means, if it names modules."""
         trees = {str(scope): tree for scope, tree in self.graph.module_outputs}
         for site in self._locations(key) if isinstance(key, str) else ():
@@ -349,7 +346,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
             count = len(set(refs))
             for one in site.each:
                 ref = one.part if type(one.part) is Ref else refs[0]
-                yield HandOffChange(scope.address, scope.call, refs.index(ref), count, ref, is_every)
+                yield ModuleOutputChange(scope.address, scope.call, refs.index(ref), count, ref, is_every)
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
@@ -373,7 +370,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         """A replay; or a run of the model itself, if the replay leaves the recorded path."""
         try:
             return self._with_origin(request, replay(self._record, request, self._index.find))
-        except LeftPath as left:
+        except RerunRequired as left:
             return self._with_origin(request, self._rerun(request, left.departure))
 
     def _with_origin(self, request: Request, made: Run) -> Run:
@@ -426,7 +423,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
 
     def _with_quiet_patches(self, request: Request) -> Run:
         """A replay in place of a live run, if the patches do not draw: that would shift what the model draws."""
-        with drawing_alone():
+        with exclusive_generator():
             state = torch.default_generator.get_state()
             made = replay(self._record, request, self._index.find)
             if self.graph.drawn and not torch.equal(state, torch.default_generator.get_state()):
@@ -453,7 +450,15 @@ class ProgramBase(ProgramMetadata, ValueSource):
         loners = frozenset([number for number, (_, ends) in enumerate(made) if ends])
         changes = [changed for changed, _ in made]
         return BatchedSweep(
-            completed(self._record), tuple(variants), changes, loners, metric, self.output, captured, alone, memory
+            completed_record(self._record),
+            tuple(variants),
+            changes,
+            loners,
+            metric,
+            self.output,
+            captured,
+            alone,
+            memory,
         )
 
     def _gradients_at(self, of: Callable[[Any], Any], from_layer: Any, save_spec: SaveSpec) -> Grads:
@@ -469,7 +474,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         targets = grad_targets(self._record, labels, {*one_by_one, *[self._index.find(name).label for name in named]})
         record = self._record
         if from_layer is not None:
-            record = seen_from(record, self._index.find(from_layer).tree(self.graph))
+            record = with_output(record, self._index.find(from_layer).tree(self.graph))
             targets = evolve(targets, labels={name: one for name, one in targets.labels.items() if one.output is None})
         return gradients(record, Request(grad=True), of, targets, self._index.find)
 
@@ -484,7 +489,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
                 f"{what}: only the model can tell whether its next one does the same, and an edited program does not "
                 "hold it.\nLet the model keep no such state, or call the model."
             )
-        if why := otherwise(self._beginning, record):
+        if why := next_forward_difference(self._beginning, record):
             raise ReplaylensError(
                 f"{what}, and its next one {why}: a {wanted} follows the recorded path. Capture the model "
                 "again, if it has settled by now, or call the model."

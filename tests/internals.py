@@ -11,25 +11,18 @@ from replaylens._capture import (
 )
 from replaylens._capture.dispatch import Handling as Handling, rule_of as rule_of
 from replaylens._capture.provenance import _names_scripts as _names_scripts
-from replaylens._check import model_under_test as model_under_test
 from replaylens._check.aten_audit import (
     OpClass as OpClass,
-    audit as audit,
     comparison_of as comparison_of,
     plain_calls as plain_calls,
     replayed_calls as replayed_calls,
 )
 from replaylens._check.check import LAWS as LAWS, MODEL_LAWS as MODEL_LAWS
-from replaylens._check.hook_comparison import witness as witness
-from replaylens._check.model_under_test import ModelUnderTest as ModelUnderTest, under_check as under_check
-from replaylens._check.perturbations import others_than as others_than
-from replaylens._check.replay_comparison import other_inputs as other_inputs
+from replaylens._check.model_under_test import ModelUnderTest as ModelUnderTest
 from replaylens._check.report import (
     CheckReport as CheckReport,
     Finding as Finding,
     LawResult as LawResult,
-    at_name as at_name,
-    at_node as at_node,
 )
 from replaylens._edit.part import Part as Part
 from replaylens._edit.patch import (
@@ -50,8 +43,18 @@ from replaylens._edit.patch import (
     patch_of as patch_of,
 )
 from replaylens._edit.rewrite import prune as prune, reading as reading, renamed as renamed, replace as replace
-from replaylens._ir import model_state as model_state, torch_private as torch_private, turns as turns, world as world
-from replaylens._ir.equality import difference as difference, same as same
+from replaylens._ir import (
+    model_state as model_state,
+    torch_private as torch_private,
+)
+from replaylens._ir.equality import (
+    BATCHED as BATCHED,
+    REARRANGED as REARRANGED,
+    REPEATED as REPEATED,
+    difference as difference,
+    is_close_number as is_close_number,
+    same as same,
+)
 from replaylens._ir.graph import Graph as Graph, InnerGradient as InnerGradient
 from replaylens._ir.label import Label as Label
 from replaylens._ir.location import Location as Location
@@ -67,14 +70,8 @@ from replaylens._ir.node import (
     refs_in as refs_in,
     refs_of as refs_of,
 )
-from replaylens._ir.ops import Quirk as Quirk, info as info, kind_of as kind_of, of_kind as of_kind
+from replaylens._ir.ops import Quirk as Quirk, kind_of as kind_of
 from replaylens._ir.target import Target as Target
-from replaylens._ir.tolerances import (
-    BATCHED as BATCHED,
-    REARRANGED as REARRANGED,
-    REPEATED as REPEATED,
-    is_close_number as is_close_number,
-)
 from replaylens._ir.torch_private import top_saving_hooks as top_saving_hooks
 from replaylens._ir.trees import freeze_deep as freeze_deep, leaves as leaves
 from replaylens._ir.validate import (
@@ -84,32 +81,25 @@ from replaylens._ir.validate import (
 )
 from replaylens._ir.value_source import ValueSource as ValueSource
 from replaylens._ir.write import (
-    Derived as Derived,
     Hole as Hole,
-    Nth as Nth,
-    Step as Step,
     Write as Write,
     WriteArguments as WriteArguments,
     mutate as mutate,
     original_call as original_call,
-    packed as packed,
-    plain_call as plain_call,
-    unpacked as unpacked,
 )
-from replaylens._layers.conditionals import Conditionals as Conditionals
 from replaylens._layers.fields import FIELDS as FIELDS
 from replaylens._layers.format import format_bytes as format_bytes, format_duration as format_duration
 from replaylens._layers.index import LayerIndex as LayerIndex
 from replaylens._layers.layer import Layer as Layer
-from replaylens._layers.program_facts import ProgramFacts as ProgramFacts
-from replaylens._layers.topology import (
+from replaylens._layers.program_facts import (
+    Conditionals as Conditionals,
+    ProgramFacts as ProgramFacts,
     Span as Span,
     is_branching as is_branching,
     is_recurrent as is_recurrent,
     max_recurrent_loops as max_recurrent_loops,
-    passes as passes,
 )
-from replaylens._replay import edits as edits, rng_stream as rng_stream
+from replaylens._replay import rng_stream as rng_stream
 from replaylens._replay.alias_analysis import detached_views as detached_views, writes_views as writes_views
 from replaylens._replay.edits import _is_close as _is_close
 from replaylens._replay.plan import plan as plan
@@ -117,18 +107,19 @@ from replaylens._replay.record import Versions as Versions
 from replaylens._replay.replay import execute as execute
 from replaylens._replay.request import Request as Request
 from replaylens._study.paths import residual_branches as residual_branches
-from replaylens._sweep import engine as engine, prepared_program as prepared_program
-from replaylens._sweep.alignment import Alignment as Alignment, close as close
+from replaylens._sweep import engine as engine
+from replaylens._sweep.alignment import Alignment as Alignment
 from replaylens._sweep.batched_ops import BatchedOp as BatchedOp
-from replaylens._sweep.demand import taken_rows as taken_rows
 from replaylens._sweep.prepared_program import PreparedProgram as PreparedProgram
-from replaylens._torchlens.drawing import visualize as visualize
 from replaylens._torchlens.names import Alias as Alias, TorchLensNames as TorchLensNames
-from replaylens._view.grouping import ViewOptions as ViewOptions, scene as scene
-from replaylens._view.layer_change import LayerChange as LayerChange, compare as compare
-from replaylens._view.layered_layout import Track as Track, rows_of as rows_of
-from replaylens._view.page import cards as cards
-from replaylens._view.run_diff import Diff as Diff
+from replaylens._view.grouping import ViewOptions as ViewOptions
+from replaylens._view.layered_layout import Track as Track
+from replaylens._view.overlays import Diff as Diff
 from replaylens._view.scene import back_edges as back_edges
 from replaylens._view.theme import PAPER as PAPER
-from replaylens._view.values import pictures as pictures, statistics as statistics
+from replaylens._view.values import (
+    LayerChange as LayerChange,
+    pictures as pictures,
+    statistics as statistics,
+)
+from replaylens.compat import visualize as visualize

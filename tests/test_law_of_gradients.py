@@ -131,15 +131,15 @@ FAULTS = {
     ),
     "a thawed layer stays frozen": (
         with_a_frozen_layer,
-        lambda patch: patch("replaylens._capture.leaf_flags._set_value", lambda recorder, tensor, handle: None),
+        lambda patch: patch("replaylens._capture.autograd_effects._set_value", lambda recorder, tensor, handle: None),
     ),
     "a hook that went stays": (
         with_a_hook_that_goes,
-        lambda patch: patch("replaylens._capture.grad_hooks._remove_hook", lambda recording, handle: None),
+        lambda patch: patch("replaylens._capture.autograd_effects._remove_hook", lambda recording, handle: None),
     ),
     "a hook that stays goes": (
         with_a_hook_that_stays,
-        lambda patch: patch("replaylens._capture.grad_hooks.hooked", lambda tensor, hook: tensor.view_as(tensor)),
+        lambda patch: patch("replaylens._capture.autograd_effects.hooked", lambda tensor, hook: tensor.view_as(tensor)),
     ),
     "elu in place is elu": (
         with_elu_in_place,

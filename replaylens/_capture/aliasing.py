@@ -38,23 +38,23 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from .._ir.autograd import new_parameter, standing
+from .._ir.autograd import new_parameter, with_history_of
 from .._ir.equality import same_content
+from .._ir.memory import sparse_parts, storage_of, version_of
 from .._ir.runtime import as_strided_from
-from .._ir.shared_memory import sparse_parts, storage_of, version_of
 from .._ir.target import Target
 from .._ir.torch_private import unset_fake_temporarily, without_function_modes
-from .._ir.trees import Branch, freeze, remake, thaw
-from .._ir.write import Hole, Step, packed, take_step, unpacked
+from .._ir.trees import Branch, freeze, map_leaves, thaw
+from .._ir.write import Hole, ViewStep, apply_view_step, packed_place, unpacked_place
 from ..errors import CaptureError, UnannouncedWrite
 from .recording import CallRecord, GuardRecord, Recording, SourceRecord, ValueId, reads_of
 
-FORKED = (
+FORKED_HISTORY = (
     "a detached alias that was written with what has gradients, and is read again after its memory was written "
     "elsewhere: torch keeps two histories of one memory. Compute with a copy."
 )
 
-OUTSIDE = "made outside torch"  # the origin of a constant
+MADE_OUTSIDE_TORCH = "made outside torch"  # the origin of a constant
 
 
 def detaches(function: Any) -> bool:
@@ -62,7 +62,7 @@ def detaches(function: Any) -> bool:
     return getattr(function, "__name__", "") == "detach" or getattr(function, "__self__", None) is torch.Tensor.data
 
 
-def may_flow(recording: Recording, handle: ValueId) -> bool:
+def may_have_gradient(recording: Recording, handle: ValueId) -> bool:
     """True if, in this forward or in a replay, a gradient can flow from a value back to an input or a parameter."""
     producers = recording.producers()
     stack, seen = [handle], {handle}
@@ -109,8 +109,8 @@ class Alias:
     @property
     def is_detached(self) -> bool:
         """True if gradients do not flow from the tensor to its base."""
-        functions = [unpacked(step).function.function for step in self.steps]
-        return any(function in (standing, new_parameter) or detaches(function) for function in functions)
+        functions = [unpacked_place(step).function.function for step in self.steps]
+        return any(function in (with_history_of, new_parameter) or detaches(function) for function in functions)
 
 
 @define(eq=False)
@@ -284,7 +284,7 @@ class AliasTracker:
             return Hole.HERE if tensor is source else self.read(tensor)
 
         named = Branch(dict, tuple([freeze(value, leaf) for value in kwargs.values()]), tuple(kwargs))
-        return step_tree(function, freeze(tuple(args), leaf), named, part, torch.is_grad_enabled())
+        return packed_step(function, freeze(tuple(args), leaf), named, part, torch.is_grad_enabled())
 
     @staticmethod
     def select_step(source: torch.Tensor, part: torch.Tensor, name: str, args: Any, kwargs: Any, index: int) -> Any:
@@ -293,12 +293,12 @@ class AliasTracker:
         """
         if name == "unbind":
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-            return step_tree(torch.Tensor.select, (Hole.HERE, dim, index), None, (), torch.is_grad_enabled())
+            return packed_step(torch.Tensor.select, (Hole.HERE, dim, index), None, (), torch.is_grad_enabled())
         differing = [d for d in range(source.dim()) if source.shape[d] != part.shape[d]]
         dim = differing[0] if differing else 0
         stride = source.stride(dim) if source.dim() else 1
         start = (part.storage_offset() - source.storage_offset()) // stride if stride and differing else 0
-        return step_tree(
+        return packed_step(
             torch.Tensor.narrow, (Hole.HERE, dim, start, part.shape[dim]), None, (), torch.is_grad_enabled()
         )
 
@@ -307,7 +307,7 @@ class AliasTracker:
         steps that another view of this version has in common are not recorded twice.
         """
         if alias.base.is_forked and alias.is_detached:
-            self.recording.autograd.forward_only.append(FORKED)
+            self.recording.autograd.forward_only.append(FORKED_HISTORY)
         base, handle, tensor = alias.base, alias.base.handle, alias.base.root
 
         def value(leaf: Any) -> Any:
@@ -322,12 +322,12 @@ class AliasTracker:
                 key, known = (object(),), None
             if known is None:
                 with torch.no_grad():
-                    tensor = alias.tensor if last else take_step(tensor, thaw(step, value))
+                    tensor = alias.tensor if last else apply_view_step(tensor, thaw(step, value))
                 known = base.derived[key] = self._emit_step(step, handle, tensor)
                 base.held.append(known)
             elif known in self.recording.freed and not last:
                 with torch.no_grad():
-                    tensor = take_step(tensor, thaw(step, value))
+                    tensor = apply_view_step(tensor, thaw(step, value))
             if known not in self.recording.freed:
                 tensor = self.recording.values[known]
             handle = known
@@ -335,14 +335,14 @@ class AliasTracker:
 
     def _emit_step(self, step: Any, source: ValueId, made: torch.Tensor) -> ValueId:
         """Record one view step as a call of its own."""
-        function, args, kwargs, part, grad = unpacked(step)
+        function, args, kwargs, part, grad = unpacked_place(step)
         fill = partial(filled_hole, source)
         handle = self.recording.keep(made)
         returns: Any = handle
         for index in reversed(part):
             returns = (*([None] * index), returns)
-        kind, reads = function.short.replace("_", "").lower(), tuple([remake(arg, fill) for arg in args])
-        named = {key: remake(value, fill) for key, value in zip(kwargs.keys, kwargs.items, strict=True)}
+        kind, reads = function.short.replace("_", "").lower(), tuple([map_leaves(arg, fill) for arg in args])
+        named = {key: map_leaves(value, fill) for key, value in zip(kwargs.keys, kwargs.items, strict=True)}
         record = CallRecord(function.function, kind, reads, named, returns, (grad,), -1, None)
         self.recording.records.append(record)
         return handle
@@ -494,10 +494,10 @@ class AliasTracker:
             self.recording.records.append(
                 SourceRecord("constant", handle, "written from outside torch, through numpy", None, now)
             )
-            if base.root.requires_grad or may_flow(self.recording, place):
+            if base.root.requires_grad or may_have_gradient(self.recording, place):
                 content = handle
                 handle = self.recording.keep(now.clone().requires_grad_(base.root.requires_grad))
-                made = CallRecord(standing, "data", [place, content], {}, handle, (True,), -1, None)
+                made = CallRecord(with_history_of, "data", [place, content], {}, handle, (True,), -1, None)
                 self.recording.records.append(made)
             self.note_write(base, handle)
 
@@ -576,7 +576,7 @@ def geometry_step(tensor: torch.Tensor, base: Storage) -> Any:
             "that do not overlap, or overlap entirely."
         )
     args = (Hole.HERE, tuple(tensor.shape), tensor.stride(), shift)
-    return step_tree(as_strided_from, args, None, (), torch.is_grad_enabled())
+    return packed_step(as_strided_from, args, None, (), torch.is_grad_enabled())
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
@@ -605,10 +605,10 @@ def filled_hole(value: Any, leaf: Any) -> Any:
     return value if leaf is Hole.HERE else leaf
 
 
-def step_tree(
+def packed_step(
     function: Callable[..., Any], args: Any, kwargs: Branch | None, part: tuple[int, ...], grad: bool
 ) -> Branch:
-    return packed(Step(Target.of(function), args, kwargs or Branch(dict, (), ()), part, grad))
+    return packed_place(ViewStep(Target.of(function), args, kwargs or Branch(dict, (), ()), part, grad))
 
 
 def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -21,52 +21,50 @@ from attrs import define, evolve, field, frozen
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .._edit.save_spec import EVERYTHING, SaveSpec
-from .._ir.equality import attached, same_content
+from .._edit.select import SAVE_EVERYTHING, SaveSpec
+from .._ir.equality import python_attributes, same_content
 from .._ir.graph import Graph
+from .._ir.interrupts import after_fork, during, exclusive_generator, reset_lock, restoring_modes
+from .._ir.label import Naming
+from .._ir.memory import extent, storage_of, versions_of
 from .._ir.model_state import StatePlace
+from .._ir.model_turns import modules_inside, turns, wait_for_turns
 from .._ir.node import Input, Node, Ref, State
-from .._ir.node_summary import Naming
-from .._ir.shared_memory import extent, storage_of, versions_of
 from .._ir.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
-from .._ir.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named, require_room, thaw_shared, walk
-from .._ir.turns import calls, come, turns
+from .._ir.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_items, require_room, thaw_shared, walk
 from .._ir.util import add_note
-from .._ir.world import drawing_alone, during, freed, in_children, restoring
 from .._replay.record import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .aliasing import Alias, may_overlap
-from .bytecode import is_torch_code
-from .checkpoints import leave_checkpoints, recomputed_writes
+from .autograd_effects import check_hooks, close_checkpoints, recomputed_writes, record_changed_flags
 from .custom_functions import by_its_class
-from .freeze import account_of, freeze, last_name
-from .grad_hooks import note_hooks
-from .leaf_flags import note_flags
-from .memory_saving import memory_saving_tracer, settle
-from .output_aliases import hand_on
-from .provenance import Moment, Provenance, is_older, marking_older_objects, reaches_scripts, tensors_behind
+from .freeze import freeze_recording, last_name, metadata_of
+from .memory_saving import memory_saving_tracer, stop_observing
+from .output_aliases import add_output_aliases
+from .provenance import Provenance, StartMark, hidden_tensors, is_older, marking_older_objects, reaches_scripts
 from .recorder import RetraceAtDispatch
 from .recording import Recording, SourceRecord, ValueId, address_of, timed
-from .rng import lent_generators
+from .rng import caller_generators
 from .scopes import boundary, callers, line_of, listening, outermost
-from .snapshot import ForwardState, RngState, Snapshot, turn_back
+from .snapshot import ForwardState, RngState, Snapshot, restore_flags
 from .state_changes import (
-    altered,
-    counters_of,
-    held,
-    held_at_start,
-    keep_arrays,
-    keep_by_value,
-    keep_inputs,
-    note_places,
-    note_writes_from_outside,
-    output_by_value,
-    require_seen,
-    take_changes,
-    take_lent,
+    changed_attributes,
+    check_outside_writes,
+    copy_aliased_output,
+    copy_changed_state,
+    copy_exposed_memory,
+    detach_inputs,
+    held_tensor,
+    record_changes,
+    record_places,
+    record_state_in_inputs,
+    require_writes_recorded,
+    tensors_at_start,
+    version_counters,
 )
-from .threads import followed
+from .threads import running_forward
 from .tracer import Tracer
+from .user_code import is_torch_code
 
 
 @frozen(eq=False)
@@ -79,26 +77,28 @@ class Captured:
 
 
 @frozen(eq=False)
-class Forward:
+class TraceRequest:
     """A forward to be traced, and the tracers for it."""
 
     model: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     beginning: ForwardState
-    tracer: Callable[[Recording, Provenance, Moment, bool, str], Tracer] = Tracer
-    second: Callable[[Recording, Provenance, Moment, bool, str], Tracer] | None = None  # for the second run, if another
+    tracer: Callable[[Recording, Provenance, StartMark, bool, str], Tracer] = Tracer
+    second: Callable[[Recording, Provenance, StartMark, bool, str], Tracer] | None = (
+        None  # for the second run, if another
+    )
     failed: Callable[[Recording, ForwardState], None] | None = None  # called if the forward raises
     begun: Callable[[tuple[Recording, ForwardState]], None] | None = None  # called when a run begins
 
 
-def record(
+def trace_forward(
     model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     naming: Naming,
     unknown: str = "raise",
-    wish: SaveSpec = EVERYTHING,
+    wish: SaveSpec = SAVE_EVERYTHING,
     failed: Callable[[Recording, ForwardState], None] | None = None,
     begun: Callable[[tuple[Recording, ForwardState]], None] | None = None,
 ) -> Captured:
@@ -108,16 +108,18 @@ def record(
     require_supported(model)
     origins = Provenance(model)
     if turns:  # another thread may have changed the model meanwhile
-        come(map(id, origins.modules))
+        wait_for_turns(map(id, origins.modules))
         origins = Provenance(model)
     snapshot = Snapshot(origins.modules, (args, kwargs), held=origins.held)
     beginning = ForwardState(model, naming, snapshot, RngState(), unknown)
     tracer = Tracer if wish.everything else memory_saving_tracer(wish)
-    captured = trace_twice(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
-    settle(captured.recording)
+    captured = trace_twice(
+        TraceRequest(model, args, kwargs, beginning, tracer, Tracer, failed, begun), undo_first_run, origins
+    )
+    stop_observing(captured.recording)
     beginning.generators = tuple(captured.recording.rng.generators.values())
-    beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
-    beginning.snapshot.flags = flags_of(captured.recording)
+    beginning.lent = frozenset(map(id, caller_generators(model, args, kwargs)))
+    beginning.snapshot.flags = flags_before(captured.recording)
     return captured
 
 
@@ -127,21 +129,23 @@ def _modules_of(held: dict[str, Any]) -> list[int]:
     return [] if origins is None else list(map(id, origins.modules))
 
 
-calls[record.__code__] = _modules_of
+modules_inside[trace_forward.__code__] = _modules_of
 
 
-def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
+def flags_before(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
     """The leaves whose `requires_grad` the forward changed, each with its value before."""
     return [(tensor, flag) for _, flag, tensor in recording.autograd.turned.values()]
 
 
-def trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Provenance) -> Captured:
+def trace_twice(
+    forward: TraceRequest, put_back: Callable[[Recording, ForwardState], None], origins: Provenance
+) -> Captured:
     """What the first run gave, or the second. Torch's modes are left as they were, wherever an interrupt comes."""
-    return restoring(partial(_trace_twice, forward, put_back, origins))
+    return restoring_modes(partial(_trace_twice, forward, put_back, origins))
 
 
 def _trace_twice(
-    forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Provenance
+    forward: TraceRequest, put_back: Callable[[Recording, ForwardState], None], origins: Provenance
 ) -> Captured:
     """The first run, or the second, before which everything that the first one changed is put back."""
     compiler_at_start = compiler_if_loaded()
@@ -158,7 +162,7 @@ def _trace_twice(
             raise  # else the compiler was loaded during the forward, and did not know of the capture
         deep = False
     require_no_iterators(forward.args, forward.kwargs)
-    with drawing_alone():
+    with exclusive_generator():
         put_back(first, forward.beginning)
     try:
         again = evolve(forward, tracer=forward.second or forward.tracer)
@@ -171,7 +175,7 @@ def _trace_twice(
         ) from None
 
 
-def _trace_once(forward: Forward, recording: Recording, origins: Provenance, deep: bool) -> Captured:
+def _trace_once(forward: TraceRequest, recording: Recording, origins: Provenance, deep: bool) -> Captured:
     _require_ready(origins)
     if forward.begun is not None:
         forward.begun((recording, forward.beginning))
@@ -180,7 +184,7 @@ def _trace_once(forward: Forward, recording: Recording, origins: Provenance, dee
     with marking_older_objects() as date:
         tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
         tracer.draws.caller_states = {
-            id(g): g.get_state() for g in lent_generators(forward.model, forward.args, forward.kwargs)
+            id(g): g.get_state() for g in caller_generators(forward.model, forward.args, forward.kwargs)
         }
         tracer.draws.model_states = {id(g): state for g, state in forward.beginning.snapshot.generators}
         recording.default_dtype = torch.get_default_dtype()
@@ -191,17 +195,17 @@ def _trace_once(forward: Forward, recording: Recording, origins: Provenance, dee
         recording.run.called_from = callers(sys._getframe())
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
         watch = tracer.watch if tracer.deep and tracer.watch is not None else nullcontext()
-        counters = counters_of(origins, forward.beginning.snapshot)
+        counters = version_counters(origins, forward.beginning.snapshot)
         _expose_arrays(tracer, forward.beginning.snapshot)
         with eager_compiler(), deeper_stack(), listening(tracer), tracer, watch:
-            with timed(recording), _reporting_failure(forward, recording), followed(tracer):
+            with timed(recording), _reporting_failure(forward, recording), running_forward(tracer):
                 output = _call(forward.model, args, kwargs, tracer)
             with without_function_modes(), tracer.beneath_leaf():
                 tracer.note_other_threads()
                 tracer.note_asked()
-                require_seen(tracer, counters)
+                require_writes_recorded(tracer, counters)
                 _record_end(forward, tracer, output)
-                output = output_by_value(tracer, output)
+                output = copy_aliased_output(tracer, output)
     for tree in (recording.inputs, recording.output, *[handed[1] for handed in recording.scope_outputs]):
         if type(tree) is not ValueId:
             require_room(tree)
@@ -211,18 +215,18 @@ def _trace_once(forward: Forward, recording: Recording, origins: Provenance, dee
     return Captured(recording, output, forward.beginning)
 
 
-def _record_end(forward: Forward, tracer: Tracer, output: Any) -> None:
+def _record_end(forward: TraceRequest, tracer: Tracer, output: Any) -> None:
     """Record what the forward returned, and what it left changed."""
     recording = tracer.recording
     recording.output = freeze_deep(output, tracer.read)
     _require_open(tracer, recording.output)
-    note_hooks(tracer)
-    note_writes_from_outside(tracer)
+    check_hooks(tracer)
+    check_outside_writes(tracer)
     if recording.autograd.turned:
-        note_flags(tracer)
-    take_changes(tracer, forward.beginning.snapshot)
+        record_changed_flags(tracer)
+    record_changes(tracer, forward.beginning.snapshot)
     if tracer.leaves_changes:
-        recording.state.altered = altered(tracer, forward.beginning.snapshot)
+        recording.state.altered = changed_attributes(tracer, forward.beginning.snapshot)
     recording.state.computed_again = recomputed_writes(tracer)
     _take_touched(tracer)
     _require_one_memory(tracer)
@@ -237,11 +241,11 @@ def _record_end(forward: Forward, tracer: Tracer, output: Any) -> None:
     recording.rng.unknown_states = tracer.draws.unknown
     recording.versions = _require_announced(tracer)
     if tracer.leaves_changes:
-        keep_by_value(tracer)
-        keep_arrays(tracer)
-        keep_inputs(recording)
-        note_places(tracer)
-        take_lent(tracer)
+        copy_changed_state(tracer)
+        copy_exposed_memory(tracer)
+        detach_inputs(recording)
+        record_places(tracer)
+        record_state_in_inputs(tracer)
     modules = [scope.module for scope in recording.scopes]
     own = any(module._backward_hooks or module._backward_pre_hooks for module in modules)
     if own or (modules and any(hooks_of_all_modules)):
@@ -254,7 +258,7 @@ def _require_open(tracer: Tracer, tree: Any) -> None:
     keys = [key for key in keys_of(tree) if isinstance(key, torch.Tensor)]
     own = tracer.origins.known_modules if closed else frozenset()
     for leaf in [*closed, *keys]:
-        for tensor in [leaf] if isinstance(leaf, torch.Tensor) else tensors_behind(leaf, own):
+        for tensor in [leaf] if isinstance(leaf, torch.Tensor) else hidden_tensors(leaf, own):
             if tracer.origins.own_among(tensor) or (
                 tracer.memory.read(tensor) is None and is_older(tensor, tracer.date)
             ):
@@ -267,7 +271,7 @@ def _require_open(tracer: Tracer, tree: Any) -> None:
 
 
 @contextmanager
-def _reporting_failure(forward: Forward, recording: Recording) -> Iterator[None]:
+def _reporting_failure(forward: TraceRequest, recording: Recording) -> Iterator[None]:
     try:
         yield
     except RetraceAtDispatch:
@@ -286,7 +290,7 @@ def _run_model(model: Any, args: Any, kwargs: Any) -> Any:
     try:
         return model(*args, **kwargs)
     except BaseException as error:
-        leave_checkpoints(error)
+        close_checkpoints(error)
         raise
 
 
@@ -316,8 +320,8 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
 
 def record_of(captured: Captured) -> Record:
     """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
-    hand_on(captured.recording)
-    recording, made = captured.recording, freeze(captured.recording)
+    add_output_aliases(captured.recording)
+    recording, made = captured.recording, freeze_recording(captured.recording)
     homes: dict[int, Any] = {}  # of each module, by id
     notes, steps = recording.state.places(), recording.state.fused_steps
     places = {address_of(made.addresses, note[0]): StatePlace.noted(note, homes, steps) for note in notes}
@@ -341,7 +345,7 @@ def record_of(captured: Captured) -> Record:
         address_of(made.addresses, where): (names[source], first) for where, source, first in recording.state.in_inputs
     }
     versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items() if ref in values)
-    account = account_of(recording, made)
+    account = metadata_of(recording, made)
     return Record(graph, values, versions, recording.rng.draws, live, account=account, places=places, lent=lent)
 
 
@@ -453,9 +457,11 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
         return handle
 
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
-    plain = [(path, item) for path, item in walk(tree, named) if type(item) is not ValueId and type(item) not in ATOMS]
-    given = [(path, tracer.recording.values[item]) for path, item in walk(tree, named) if type(item) is ValueId]
-    hung = [(path, text) for path, tensor in given if (text := attached(tensor)) is not None]
+    plain = [
+        (path, item) for path, item in walk(tree, named_items) if type(item) is not ValueId and type(item) not in ATOMS
+    ]
+    given = [(path, tracer.recording.values[item]) for path, item in walk(tree, named_items) if type(item) is ValueId]
+    hung = [(path, text) for path, tensor in given if (text := python_attributes(tensor)) is not None]
     tracer.recording.input_facts.literals = (*[(path, fingerprint(item)) for path, item in plain], *hung)
     if swapped:
         args, kwargs = thaw_shared(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is ValueId else leaf)
@@ -484,7 +490,7 @@ def _expose_arrays(tracer: Tracer, snapshot: Snapshot) -> None:
         return
     bounds = [_bounds_of(array) for array in arrays]
     given = [record.tensor for record in tracer.recording.records if isinstance(record, SourceRecord)]
-    for tensor in (*given, *held_at_start(tracer.origins, snapshot)):
+    for tensor in (*given, *tensors_at_start(tracer.origins, snapshot)):
         found = extent(tensor)
         if found is not None and any(found[0] < end and start < found[1] for start, end in bounds):
             tracer.read(tensor)
@@ -545,7 +551,7 @@ def _require_one_storage(tracer: Tracer, snapshot: Snapshot) -> None:
     written = {number for number, one in known.items() if isinstance(one, Alias) and one.base.version}
     if not written:
         return
-    held = ((tensor, "tensor of the model's") for tensor in held_at_start(tracer.origins, snapshot))
+    held = ((tensor, "tensor of the model's") for tensor in tensors_at_start(tracer.origins, snapshot))
     there = {id(tensor): (tensor, kind) for tensor, kind in (*held, *given)}
     extents = sorted((*found, number) for number, (t, _) in there.items() if (found := extent(t)) is not None)
     for place, (_, end, number) in enumerate(extents):
@@ -607,16 +613,16 @@ def _note_where(error: Exception, tracer: Tracer) -> None:
     add_note(error, f"replaylens: the model raised this after {done} recorded calls{last}{inside}.{where}")
 
 
-def put_back(recording: Recording, beginning: ForwardState) -> None:
+def undo_first_run(recording: Recording, beginning: ForwardState) -> None:
     """Undo what the first run changed, before the second."""
     put_generators_back(recording)
     beginning.put_back()
-    turn_back(flags_of(recording))
+    restore_flags(flags_before(recording))
     with torch.no_grad():
         for record in recording.records:
             if not isinstance(record, SourceRecord):
                 continue
-            now = held(*record.where) if record.kind in ("parameter", "buffer") else record.tensor
+            now = held_tensor(*record.where) if record.kind in ("parameter", "buffer") else record.tensor
             first = recording.values[record.returns]
             if now is not None and now is not first:
                 with torch.inference_mode() if now.is_inference() else nullcontext():
@@ -687,9 +693,9 @@ _stance = _ProcessSetting(
 
 
 def _in_a_child() -> None:
-    freed(_settings_lock)
+    reset_lock(_settings_lock)
     _stance.in_child()
     _stack_limit.in_child()
 
 
-in_children(_in_a_child)
+after_fork(_in_a_child)

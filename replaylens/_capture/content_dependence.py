@@ -16,7 +16,7 @@ import torch
 from attrs import evolve
 
 from .._ir.node import Call, Guard, Node, Ref, TensorSpec, refs_in, specs_of
-from .._ir.ops import OpInfo, Quirk, info
+from .._ir.ops import OpInfo, Quirk, op_info
 from .._ir.trees import Branch, leaves
 from .._ir.write import Write, original_call
 
@@ -47,14 +47,14 @@ def _is_dynamic(call: Call, meaning: Meaning) -> bool:
         return False
     inner = original_call(call).target
     is_operator = inner.is_property or inner.short.startswith("__")  # of Python's
-    op = info(inner)
+    op = op_info(inner)
     return (op.has(Quirk.SHAPE_BY_INDEX) or not is_operator) and _decides(op, call, meaning)
 
 
 def _is_known(function: Any) -> bool:
     """True if a function written in Python by torch stands for an operator, whose schema tells its shape."""
     home = getattr(function, "__module__", None) or ""
-    return home.startswith(("torch.nn.functional", "torch._jit_internal")) and bool(info(function).giving)
+    return home.startswith(("torch.nn.functional", "torch._jit_internal")) and bool(op_info(function).giving)
 
 
 def _keeps_shapes(call: Call) -> bool:
@@ -101,7 +101,7 @@ def _is_number(leaf: Any, meaning: Meaning) -> bool:
 
 def _in_places_of_numbers(call: Call) -> Iterator[Any]:
     """The arguments where the operator takes numbers, and those that its schema has no place for."""
-    op = info(call.target)
+    op = op_info(call.target)
     places, names = _places_of_numbers(op) if op.giving else ([], {})
     for number, arg in enumerate(call.args):
         if number >= len(places) or places[number]:
@@ -158,4 +158,4 @@ def _can_raise(call: Call, by_layout: bool) -> bool:
     ways = {Quirk.CAN_RAISE, *([Quirk.CAN_RAISE_BY_LAYOUT] if by_layout else ())}
     if not any(meaning.is_differentiable for meaning in call.meaning):
         ways.add(Quirk.CAN_RAISE_ON_INTEGERS)
-    return not ways.isdisjoint(info(original_call(call).target).quirks)
+    return not ways.isdisjoint(op_info(original_call(call).target).quirks)

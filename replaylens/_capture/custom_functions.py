@@ -17,19 +17,18 @@ import torch
 from attrs import define
 
 from .._ir.equality import same_content
+from .._ir.interrupts import exclusive_generator
 from .._ir.torch_private import peek_interpreter_stack, without_function_modes
-from .._ir.world import drawing_alone
 from .._ir.write import WriteArguments, mutate
 from ..errors import UnannouncedWrite
 from .aliasing import Alias, AliasTracker, CopiedBeforeWrite, Storage
-from .bytecode import words
 from .dispatch import Handling, Rule
 from .recorder import Recorder, tensors_in
-from .recording import Recording, SourceRecord, ValueId, handles_in, reads_of
-from .user_code import reached
-from .writes import Writing, append_write, write_record
+from .recording import Recording, SourceRecord, ValueId, reads_of, value_ids_in
+from .user_code import identifiers, reachable_functions
+from .writes import WriteCall, append_write, write_record
 
-BOUND_BEFORE = (
+APPLY_BOUND_BEFORE = (
     "{name}: its `apply` was taken from its class before the capture (`f = {name}.apply`), and this torch does not "
     "show calls of it. Call it by its class: `{name}.apply(x)`."
 )
@@ -59,7 +58,7 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
         return call(*args, **kwargs)
     if _reads_flags(kind):
         _ask_flags(tracer, args, kwargs)
-    with drawing_alone():  # it is one call, which may draw
+    with exclusive_generator():  # it is one call, which may draw
         body = _Body(tracer, kind, args, kwargs)
         return body.ended(call(*args, **kwargs))
 
@@ -92,7 +91,7 @@ def _ask_flags(tracer: Recorder, args: Any, kwargs: Any) -> list[torch.Tensor]:
 def _reads_flags(kind: Any) -> bool:
     """True if the forward of a custom function reads `ctx.needs_input_grad`."""
     bodies = [vars(one).get(name) for one in kind.__mro__ for name in ("forward", "setup_context")]
-    return any("needs_input_grad" in words(function.__code__) for function in reached(bodies))
+    return any("needs_input_grad" in identifiers(function.__code__) for function in reachable_functions(bodies))
 
 
 @define(eq=False)
@@ -153,7 +152,7 @@ class _Body:
     def ended(self, out: Any) -> Any:
         """Return the body's output. Its records are rolled back if one call can stand for them."""
         tracer, recording, memory = self.tracer, self.tracer.recording, self.tracer.memory
-        own = {int(h) for h in handles_in((*self.reads, *self.named.values()))}
+        own = {int(h) for h in value_ids_in((*self.reads, *self.named.values()))}
         wrote = [first for first in memory.written[self.writes :] if first < self.mark[2]]
         with without_function_modes(), tracer.beneath_leaf():
             unseen = [state for state in self.states if state.is_rewritten_unseen]
@@ -218,7 +217,7 @@ class _Body:
     def _record_write(self, whole: Any, rule: Rule, out: Any, dirty: list[torch.Tensor], key: Any) -> None:
         """Record it as a write of the arguments marked dirty."""
         tracer = self.tracer
-        writing = Writing.of(tracer, whole, self.args, self.kwargs, dirty)
+        writing = WriteCall.of(tracer, whole, self.args, self.kwargs, dirty)
         exposed = [base for base in writing.bases if base.exposed is not None]
         for base in exposed:  # what numpy wrote in the body is now a result of the call
             base.exposed = None

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._ir.ops import OpInfo, Quirk, info, kind_of
-from .._ir.settings import are_usual, products_are_usual
+from .._ir.ops import OpInfo, Quirk, kind_of, op_info
+from .._ir.settings import are_default, product_settings_are_default
 from .._ir.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
@@ -72,7 +72,7 @@ def rule_of(function: Callable[..., Any]) -> Rule:
     if isinstance(function, HigherOrderOperator):
         return Rule(Handling.SPECIAL, kind_of(function.name()), special="higher_order")
     word = str(getattr(function, "__name__", ""))
-    op = info(function)
+    op = op_info(function)
     name, quirks = op.name, op.quirks
     if word in ("__get__", "__set__", "__delete__"):
         return _property_rule(op, word)
@@ -119,7 +119,7 @@ def _named_rule(function: Callable[..., Any], op: OpInfo) -> Rule:
     if op.reshapes:
         return Rule(Handling.LEAF, kind, writes=writes, reshapes=True)
     if op.returns_fresh and writes is None:
-        chosen = products_are_usual if op.has(Quirk.KERNEL_BY_PRODUCTS) else are_usual
+        chosen = product_settings_are_default if op.has(Quirk.KERNEL_BY_PRODUCTS) else are_default
         return Rule(Handling.FRESH, kind, is_usual=None if op.has(Quirk.ONE_KERNEL) else chosen)
     is_identity = op.has(Quirk.DROPOUT) and writes is None
     is_undefined = op.has(Quirk.UNDEFINED)
@@ -148,7 +148,7 @@ def _property_rule(op: OpInfo, word: str) -> Rule:
 
 def _operator_rule(function: Any) -> Rule:
     """The rule of a `torch.ops` call, by its schema."""
-    op = info(function)
+    op = op_info(function)
     name, kind, is_known = op.name, kind_of(op.name), op.is_torchs
     if name in ("lift_fresh", "lift"):
         return Rule(Handling.SPECIAL, kind, special="lift")
@@ -215,4 +215,4 @@ def may_open(function: FunctionType) -> bool:
     names = function.__code__.co_names
     asks = any(name.startswith("has_torch_function") for name in names)
     own = function.__globals__.get("__name__") != "torch._jit_internal" and "overrides" not in names
-    return asks and own and not info(function).has(Quirk.NEVER_OPENED)
+    return asks and own and not op_info(function).has(Quirk.NEVER_OPENED)

@@ -16,9 +16,9 @@ from attrs import frozen
 from torch import nn
 from torch.autograd import forward_ad
 
+from .._ir.label import Naming
 from .._ir.node import GeneratorLeft
-from .._ir.node_summary import Naming
-from .._ir.ops import Quirk, info
+from .._ir.ops import Quirk, op_info
 from .._ir.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -32,11 +32,11 @@ from .._ir.util import add_note, notes_of
 from .._replay.record import Record, Versions
 from ..errors import CaptureError, ReplaylensError
 from .aliasing import AliasTracker, Storage
-from .capture import Forward, require_supported, trace_twice
+from .capture import TraceRequest, require_supported, trace_twice
 from .dispatch import Rule
-from .freeze import account_of, freeze
-from .output_aliases import hand_on
-from .provenance import Moment, Provenance
+from .freeze import freeze_recording, metadata_of
+from .output_aliases import add_output_aliases
+from .provenance import Provenance, StartMark
 from .recorder import RetraceAtDispatch
 from .recording import Recording
 from .rng import Draw, DrawLog, draws_nothing
@@ -44,7 +44,7 @@ from .snapshot import ForwardState, ModelState, RngState, Snapshot
 from .tracer import Tracer
 
 
-def outlined(
+def capture_fake(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming, unknown: str = "raise"
 ) -> Record:
     """The Record of a forward on fake tensors: its graph and metadata, without values."""
@@ -54,13 +54,13 @@ def outlined(
         start = ForwardState(
             model, naming, Snapshot(origins.modules, (args, kwargs), held=origins.held), RngState(), unknown
         )
-        forward = Forward(model, args, kwargs, start, FakeTracer)
+        forward = TraceRequest(model, args, kwargs, start, FakeTracer)
         try:
             with mode:
                 captured = trace_twice(forward, lambda recording, start: start.put_back(), Provenance(model))
-                hand_on(captured.recording)
-                made = freeze(captured.recording)
-                account = account_of(captured.recording, made).untimed()
+                add_output_aliases(captured.recording)
+                made = freeze_recording(captured.recording)
+                account = metadata_of(captured.recording, made).untimed()
                 return Record(made.graph, {}, Versions(()), {}, account=account, saved=frozenset())
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError(_refusal(error, _place(error))) from error
@@ -75,7 +75,7 @@ def outlined(
 class FakeTracer(Tracer):
     """The tracer of one forward on fake tensors."""
 
-    def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
+    def __init__(self, recording: Recording, origins: Provenance, date: StartMark, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.memory = _NoContent(recording)
         self.draws = _AllDrawing(recording.rng.draws, recording.rng.generators, recording.rng.follows)
@@ -97,7 +97,7 @@ class FakeTracer(Tracer):
             self.is_special = True
 
     def _call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if info(func).has(Quirk.CALLBACK):  # it reads memory
+        if op_info(func).has(Quirk.CALLBACK):  # it reads memory
             what = f"`{rule.kind}` calls Python for every element"
             raise CaptureError(
                 f"{what}, and fake tensors have no content.{self.where()}\nCapture it without fake=True."

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from .._ir.capture_metadata import CaptureMetadata, Parameter
+from .._ir.capture_metadata import CaptureMetadata, ParameterInfo
 from .._ir.graph import Graph, InnerGradient
-from .._ir.label import beside
+from .._ir.label import NodeSummary, name_beside
+from .._ir.memory import NO_OVERLAPS, Overlaps
 from .._ir.node import (
     Call,
     Const,
@@ -34,16 +35,13 @@ from .._ir.node import (
     TensorSpec,
     specs_of,
 )
-from .._ir.node_summary import NodeSummary
-from .._ir.shared_memory import NO_OVERLAPS, Overlaps
 from .._ir.target import Target
-from .._ir.trees import remake, remake_shared
+from .._ir.trees import map_leaves, map_leaves_shared
 from .._ir.validate import require_lawful
 from .._ir.write import Write, mutate
 from .._replay.inner_gradient import differentiate
-from .bytecode import asks_identity, catches, is_torch_code, keeps, taken
 from .content_dependence import completions, with_dynamic_shapes
-from .questions import guard_of, mode_guards
+from .questions import guard_of_query, mode_guards
 from .recording import (
     Addresses,
     CallRecord,
@@ -53,17 +51,25 @@ from .recording import (
     StateKey,
     ValueId,
     address_of,
-    handles_in,
-    parts_of,
     reads_of,
+    value_ids_in,
+    value_ids_with_paths,
 )
-from .rng import drawn_by_name, names_of_generators, read_by_name
+from .rng import drawn_by_name, generator_names, read_by_name
 from .scopes import line_of, user_line, with_callers
-from .user_code import Methods, named_code
+from .user_code import (
+    Methods,
+    branch_taken,
+    catches,
+    consumes_truth_value,
+    is_torch_code,
+    reachable_code,
+    tests_identity,
+)
 
 
 @frozen
-class Frozen:
+class FrozenRecording:
     """A Graph, the ValueId of each of its Refs, and the model's addresses."""
 
     graph: Graph
@@ -71,7 +77,7 @@ class Frozen:
     addresses: Addresses
 
 
-def freeze(recording: Recording) -> Frozen:
+def freeze_recording(recording: Recording) -> FrozenRecording:
     """The Graph of a recording: nodes named, ValueIds turned into Refs, scopes and lines resolved."""
     return _Freezer(recording).frozen()
 
@@ -81,7 +87,7 @@ def last_name(recording: Recording) -> str:
     addresses = _addresses(recording)
     calls = [number for number, record in enumerate(recording.records) if isinstance(record, CallRecord)]
     summaries = _summaries(recording, addresses, _scopes(recording, addresses)[0])
-    ends = {int(handle) for number in calls for _, handle in parts_of(recording.records[number].returns)}
+    ends = {int(handle) for number in calls for _, handle in value_ids_with_paths(recording.records[number].returns)}
     return recording.naming(summaries, ends)[0][calls[-1]]
 
 
@@ -94,7 +100,7 @@ class _Freezer:
         self.names, self.orphans = _names(recording, _summaries(recording, self.addresses, self.scopes))
         self.refs: dict[ValueId, Ref] = {}
         for record, name in zip(recording.records, self.names, strict=True):
-            for path, handle in parts_of(record.returns):
+            for path, handle in value_ids_with_paths(record.returns):
                 self.refs.setdefault(handle, Ref(name, path))
         self.codes = _codes(recording)
         self.methods = Methods(recording.model, {type(scope.module) for scope in recording.scopes})
@@ -110,20 +116,20 @@ class _Freezer:
     def scope(self, number: int) -> Scope | None:
         return self.scopes[number] if number >= 0 else None
 
-    def frozen(self) -> Frozen:
+    def frozen(self) -> FrozenRecording:
         recording, state = self.recording, self.recording.state
         nodes = self._nodes()
-        by_identity, is_caught = any(map(asks_identity, self.codes)), any(map(catches, self.codes))
+        by_identity, is_caught = any(map(tests_identity, self.codes)), any(map(catches, self.codes))
         asked = self._asked()
-        named = names_of_generators(named_code(self.codes, self.methods))
+        named = generator_names(reachable_code(self.codes, self.methods))
         rng = recording.rng
         outputs = [(scope, tree) for n, tree, *_ in recording.scope_outputs if (scope := self.scopes[n])]
         graph = Graph(
             nodes=tuple(nodes),
-            output=remake(recording.output, self.to_ref),
-            inputs=remake_shared(recording.inputs, self.to_ref),
+            output=map_leaves(recording.output, self.to_ref),
+            inputs=map_leaves_shared(recording.inputs, self.to_ref),
             guards=self._guards(nodes, is_caught),
-            module_outputs=tuple([(scope, remake(tree, self.to_ref)) for scope, tree in outputs]),
+            module_outputs=tuple([(scope, map_leaves(tree, self.to_ref)) for scope, tree in outputs]),
             changes=tuple([(self.at(where), self.refs[last]) for where, last in state.changes]),
             replaced=frozenset(map(self.at, state.replaced)),
             removed=tuple(map(self.at, state.removed)),
@@ -154,7 +160,9 @@ class _Freezer:
                 [a for node in nodes if isinstance(node, State) for a in (node.address, *node.aliases)]
             ),
         )
-        return Frozen(require_lawful(graph), {ref: handle for handle, ref in self.refs.items()}, self.addresses)
+        return FrozenRecording(
+            require_lawful(graph), {ref: handle for handle, ref in self.refs.items()}, self.addresses
+        )
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -193,13 +201,13 @@ class _Freezer:
             record,
             name,
             self.to_ref,
-            result=remake(record.result, self.to_ref),
+            result=map_leaves(record.result, self.to_ref),
             follows=follows,
             is_seeded=is_seeded,
             is_dynamic=record.is_dynamic,
             through=tuple([self.names[number] for number in record.through]),
             is_differentiated=record.is_differentiated or is_twice,
-            is_overwritten=bool(stale) and any(handle in stale for _, handle in parts_of(record.returns)),
+            is_overwritten=bool(stale) and any(handle in stale for _, handle in value_ids_with_paths(record.returns)),
             is_shared=one in recording.hand_offs.shared,
             is_twice=one in recording.hand_offs.written_twice,
             scope=self.scope(record.scope),
@@ -236,8 +244,8 @@ class _Freezer:
     def _guard(self, guard: GuardRecord) -> Guard:
         return Guard(
             Target.of(guard.function),
-            tuple([remake(arg, self.to_ref) for arg in guard.args]),
-            tuple([(key, remake(value, self.to_ref)) for key, value in (guard.kwargs or {}).items()]),
+            tuple([map_leaves(arg, self.to_ref) for arg in guard.args]),
+            tuple([(key, map_leaves(value, self.to_ref)) for key, value in (guard.kwargs or {}).items()]),
             guard.result,
             has_result=guard.has_result,
             kind=guard.kind,
@@ -259,7 +267,7 @@ class _Freezer:
             handle = asked.handle if asked.handle is not None else by_id.get(id(asked.tensor))
             if handle is not None and (ref := self.refs.get(ValueId(handle))) is not None:
                 scope, source = self.scope(asked.scope), line_of(asked.site)
-                found.append(guard_of(asked, ref, self.to_ref, scope, source, len(recording.records)))
+                found.append(guard_of_query(asked, ref, self.to_ref, scope, source, len(recording.records)))
         return tuple(found)
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -319,7 +327,7 @@ def _names(recording: Recording, summaries: list[NodeSummary]) -> tuple[list[str
     names, orphans = dict(zip(own, found, strict=True)), dict(zip(own, lost, strict=True))
     for number, of in patched.items():
         names[number], orphans[number] = names[of], orphans[of]
-        names[of] = beside(names[of], "before")
+        names[of] = name_beside(names[of], "before")
     return [names[n] for n in range(len(summaries))], [orphans[n] for n in range(len(summaries))]
 
 
@@ -331,7 +339,7 @@ def _summaries(recording: Recording, addresses: Addresses, scopes: list[Scope | 
         if isinstance(record, SourceRecord):
             address = address_of(addresses, record.where) if record.kind == "parameter" else None
             return NodeSummary(record.kind, (), (record.returns,), address=address)
-        gives = tuple([handle for _, handle in parts_of(record.returns)])
+        gives = tuple([handle for _, handle in value_ids_with_paths(record.returns)])
         site = record.site and (id(record.site[0]), record.site[1])
         inside, literals = modules[record.scope] if record.scope >= 0 else (), partial(_literals, record)
         return NodeSummary(record.kind, tuple(reads_of(record)), gives, record.function, None, inside, site, literals)
@@ -347,12 +355,12 @@ def _literals(record: CallRecord) -> Any:
         return kind if kind is ValueId or kind is Generator else (kind, leaf)
 
     kwargs = record.kwargs or {}
-    return tuple(kwargs), remake((tuple(record.args), tuple(kwargs.values())), literal)
+    return tuple(kwargs), map_leaves((tuple(record.args), tuple(kwargs.values())), literal)
 
 
 def _ends(recording: Recording) -> set[int]:
     """The values that a whole run is for: the output, and the state that the forward leaves."""
-    return {*map(int, handles_in(recording.output)), *[int(last) for _, last in recording.state.changes]}
+    return {*map(int, value_ids_in(recording.output)), *[int(last) for _, last in recording.state.changes]}
 
 
 def _scopes(recording: Recording, addresses: Addresses) -> tuple[list[Scope | None], list[Source | None]]:
@@ -400,10 +408,10 @@ def call_of(recording: Recording, record: CallRecord, name: str, to_ref: Callabl
         name=name,
         kind=record.kind,
         target=Target.of(record.function),
-        args=tuple([remake(arg, to_ref) for arg in record.args]),
-        kwargs=tuple([(key, remake(value, to_ref)) for key, value in (record.kwargs or {}).items()]),
-        returns=remake(record.returns, to_ref),
-        meaning=_shared(tuple([recording.spec(handle) for _, handle in parts_of(record.returns)])),
+        args=tuple([map_leaves(arg, to_ref) for arg in record.args]),
+        kwargs=tuple([(key, map_leaves(value, to_ref)) for key, value in (record.kwargs or {}).items()]),
+        returns=map_leaves(record.returns, to_ref),
+        meaning=_shared(tuple([recording.spec(handle) for _, handle in value_ids_with_paths(record.returns)])),
         draws=record.draws,
         context=frozen_context(record.context),
         **more,
@@ -474,15 +482,15 @@ def _branch_taken(guard: GuardRecord) -> Source | None:
     if guard.kind != "content" or type(guard.result) is not bool or guard.site is None:
         return None
     code, instruction, *_ = guard.site
-    is_kept = guard.function is torch.Tensor.__bool__ and keeps(code, instruction)
-    where = None if is_kept else taken(code, instruction, guard.result)
+    is_kept = guard.function is torch.Tensor.__bool__ and consumes_truth_value(code, instruction)
+    where = None if is_kept else branch_taken(code, instruction, guard.result)
     return None if where is None else line_of((code, where))
 
 
 # -- metadata ----------------------------------------------------------------------------------------------------------
 
 
-def account_of(recording: Recording, made: Frozen) -> CaptureMetadata:
+def metadata_of(recording: Recording, made: FrozenRecording) -> CaptureMetadata:
     """What a recording says of its run, by the names of its nodes."""
     modules = _modules(made.addresses)
     pairs = list(zip(made.graph.nodes, recording.records, strict=True))
@@ -519,7 +527,7 @@ def _tensors(addresses: Addresses, table: str) -> Iterator[tuple[str, torch.Tens
                 yield address_of(addresses, (module, key)), value
 
 
-def _unread_parameters(recording: Recording, addresses: Addresses) -> tuple[Parameter, ...]:
+def _unread_parameters(recording: Recording, addresses: Addresses) -> tuple[ParameterInfo, ...]:
     """The parameters that the forward did not read, each once, by its first address."""
     read = {id(record.tensor) for record in recording.records if isinstance(record, SourceRecord)}
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
@@ -528,14 +536,14 @@ def _unread_parameters(recording: Recording, addresses: Addresses) -> tuple[Para
             found.setdefault(id(value), (value, []))[1].append(address)
     return tuple(
         [
-            Parameter(names[0], tuple(value.shape), value.dtype, value.requires_grad, tuple(names[1:]))
+            ParameterInfo(names[0], tuple(value.shape), value.dtype, value.requires_grad, tuple(names[1:]))
             for value, names in found.values()
         ]
     )
 
 
-def _unread_buffers(made: Frozen, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+def _unread_buffers(made: FrozenRecording, parameters: tuple[ParameterInfo, ...]) -> tuple[ParameterInfo, ...]:
     """The buffers that the forward did not read."""
     unread = made.graph.unread.difference([name for one in parameters for name in (one.address, *one.aliases)])
     held = _tensors(made.addresses, "_buffers") if unread else ()
-    return tuple([Parameter(a, tuple(value.shape), value.dtype, False) for a, value in held if a in unread])
+    return tuple([ParameterInfo(a, tuple(value.shape), value.dtype, False) for a, value in held if a in unread])

@@ -20,28 +20,37 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from .._edit.save_spec import SaveSpec
-from .._ir.shared_memory import storage_of, version_of
+from .._edit.select import SaveSpec
+from .._ir.memory import storage_of, version_of
 from .._ir.torch_private import storage_holders
-from .._ir.trees import bare, leaves
+from .._ir.trees import leaves, without_originals
 from .aliasing import Alias, AliasTracker, Storage
 from .dispatch import Rule
-from .output_aliases import objects_held
-from .provenance import Moment, Provenance
-from .recorder import HandOff, RetraceAtDispatch
-from .recording import CallRecord, Freed, Handed, Recording, SourceRecord, ValueId, handles_in, parts_of
+from .output_aliases import template_references
+from .provenance import Provenance, StartMark
+from .recorder import AliasOrigin, RetraceAtDispatch
+from .recording import (
+    CallRecord,
+    Freed,
+    ModuleOutput,
+    Recording,
+    SourceRecord,
+    ValueId,
+    value_ids_in,
+    value_ids_with_paths,
+)
 from .scopes import addresses
 from .tracer import Tracer
 
-YOUNG = 4  # checks of a new tensor, one before each of the next calls
+YOUNG_CHECKS = 4  # checks of a new tensor, one before each of the next calls
 
 
-def memory_saving_tracer(spec: SaveSpec) -> Callable[[Recording, Provenance, Moment, bool, str], Tracer]:
+def memory_saving_tracer(spec: SaveSpec) -> Callable[[Recording, Provenance, StartMark, bool, str], Tracer]:
     """Returns a factory of tracers that keep what a spec may mean."""
     return partial(MemorySavingTracer, spec)
 
 
-def settle(recording: Recording) -> None:
+def stop_observing(recording: Recording) -> None:
     """After the forward: plain lists again, so that nothing observes the recording or holds the tracer."""
     recording.records, recording.values = list(recording.records), list(recording.values)
     recording.scope_outputs = list(recording.scope_outputs)
@@ -51,7 +60,7 @@ class MemorySavingTracer(Tracer):
     """The tracer of one capture with `save=`."""
 
     def __init__(
-        self, spec: SaveSpec, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str
+        self, spec: SaveSpec, recording: Recording, origins: Provenance, date: StartMark, deep: bool, unknown: str
     ) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.guess = SaveGuess(spec, recording, addresses(origins.table))
@@ -71,18 +80,18 @@ class MemorySavingTracer(Tracer):
 
     def _on_record(self, record: CallRecord | SourceRecord) -> None:
         is_wanted = self.guess.wants(record)
-        for _, handle in parts_of(record.returns):
+        for _, handle in value_ids_with_paths(record.returns):
             (self.dropper.keep if is_wanted else self.dropper.mark_unwanted)(handle)
 
     def own_references(self, tensor: torch.Tensor) -> int:
         """How many references to a tensor are those of the capture."""
         return super().own_references(tensor) + (id(tensor) in self.dropper.watched)
 
-    def _on_module_output(self, output: Handed) -> None:
+    def _on_module_output(self, output: ModuleOutput) -> None:
         """A module returned: its output may be wanted by its address."""
-        self.recording.scope_outputs[-1] = (output[0], kept := bare(output[1]), *output[2:])
-        self.in_trees.subtract(objects_held(output[1]))
-        self.in_trees.update(objects_held(kept))
+        self.recording.scope_outputs[-1] = (output[0], kept := without_originals(output[1]), *output[2:])
+        self.in_trees.subtract(template_references(output[1]))
+        self.in_trees.update(template_references(kept))
         if self.guess.wants_output(output[0]):
             for handle in leaves(output[1]):
                 if type(handle) is ValueId:
@@ -112,7 +121,7 @@ class SaveGuess:
         return self.spec.may_mean(*self._layer_names(record)) if self.spec.keys else False
 
     def _layer_names(self, record: CallRecord) -> tuple[tuple[str, ...], int]:
-        reads = handles_in(tuple(record.args))
+        reads = value_ids_in(tuple(record.args))
         own = tuple(sorted(self.parameters.intersection(reads)))
         if not own:
             return self._next_names(record.kind)
@@ -157,7 +166,7 @@ class ValueDropper:
     recording: Recording
     memory: AliasTracker
     aliased: set[int]
-    aliases: dict[int, HandOff]
+    aliases: dict[int, AliasOrigin]
     watched: dict[int, WatchedTensor] = field(factory=dict)  # by id of the tensor
     young: dict[int, int] = field(factory=dict)  # id -> checks so far
     old: dict[int, None] = field(factory=dict)
@@ -193,12 +202,12 @@ class ValueDropper:
         for number, checks in list(self.young.items()):
             if self._drop_if_unreferenced(number):
                 continue
-            if checks + 1 < YOUNG:
+            if checks + 1 < YOUNG_CHECKS:
                 self.young[number] = checks + 1
             else:
                 del self.young[number]
                 self.old[number] = None
-        self.skipped_checks += YOUNG
+        self.skipped_checks += YOUNG_CHECKS
         if self.skipped_checks >= len(self.old):
             self.skipped_checks = 0
             for number in reversed(list(self.old)):  # views before their bases

@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 
-from .._ir.autograd import hooked
+from .._ir.autograd import with_gradient_hook
+from .._ir.equality import REPEATED
 from .._ir.graph import GradientArguments, Graph
+from .._ir.memory import version_of
 from .._ir.node import Input, Ref
-from .._ir.shared_memory import version_of
-from .._ir.tolerances import REPEATED
 from .._ir.torch_private import (
     FakeTensor,
     HigherOrderOperator,
@@ -43,11 +43,11 @@ from .._ir.torch_private import (
 )
 from .._ir.trees import Branch
 from .._replay.inner_gradient import differentiate
+from .autograd_effects import HOOK_TWICE, drop_removed_hooks
 from .dispatch import Handling, Rule
 from .freeze import call_of, frozen_context
-from .grad_hooks import HOOK_TWICE, settle_hooks
 from .recorder import Recorder
-from .recording import CallRecord, Recording, ValueId, parts_of, reads_of
+from .recording import CallRecord, Recording, ValueId, reads_of, value_ids_with_paths
 
 
 class AtenWatch(TorchDispatchMode):
@@ -202,16 +202,16 @@ def _stretch(
     """
     recording = tracer.recording
     cotangents = (None,) * len(outputs) if cotangents is None else _as_tuple(cotangents)
-    settle_hooks(recording)
+    drop_removed_hooks(recording)
     ends, starts = [tracer.read(t) for t in outputs], [tracer.read(t) for t in inputs]
     leaf_starts = {int(start) for start, tensor in zip(starts, inputs, strict=True) if tensor.is_leaf}
     above = _ancestors(recording, ends, leaf_starts)
     between = _between(recording, above, starts, leaf_starts)
     if not between:
         return None
-    if keep_graph and any(getattr(recording.records[n], "function", None) is hooked for n in between):
+    if keep_graph and any(getattr(recording.records[n], "function", None) is with_gradient_hook for n in between):
         recording.autograd.forward_only.append(HOOK_TWICE)
-    inside = {int(h) for n in between for _, h in parts_of(recording.records[n].returns)}
+    inside = {int(h) for n in between for _, h in value_ids_with_paths(recording.records[n].returns)}
     roots = list(dict.fromkeys(start for start in starts if int(start) not in inside))
     reads = [h for n in between for h in reads_of(recording.records[n])]
     others = list(dict.fromkeys(h for h in reads if int(h) not in inside and h not in roots))
@@ -270,7 +270,7 @@ def _between(recording: Recording, above: set[int], starts: list[ValueId], leaf_
     """The records on a way from `starts` to the values `above`."""
     reached, found = {int(start) for start in starts}, []
     for number, record in enumerate(recording.records):
-        gives = [int(h) for _, h in parts_of(record.returns)]
+        gives = [int(h) for _, h in value_ids_with_paths(record.returns)]
         made = not any(handle in leaf_starts for handle in gives)  # else it was made before the gradient's start
         if made and any(int(h) in reached for h in reads_of(record)) and any(h in above for h in gives):
             reached.update(gives)
@@ -286,7 +286,7 @@ def _graph_of(
     refs: dict[ValueId, Ref] = {handle: Ref(f"value_{int(handle)}") for handle in reads}
     nodes: list[Any] = [Input(refs[h].node, (n,), recording.spec(h)) for n, h in enumerate(reads)]
     for name, record in calls:
-        for path, handle in parts_of(record.returns):
+        for path, handle in value_ids_with_paths(record.returns):
             refs.setdefault(handle, Ref(name, path))
 
     def to_ref(leaf: Any) -> Any:

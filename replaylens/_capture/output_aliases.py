@@ -33,22 +33,22 @@ import torch
 from attrs import define, evolve
 
 from .._ir.graph import GradientArguments, Graph
-from .._ir.node import Call, Node, Ref, remade
+from .._ir.memory import storage_of
+from .._ir.node import Call, Node, Ref, with_leaves
 from .._ir.runtime import alias
-from .._ir.shared_memory import storage_of
 from .._ir.target import Target
 from .._ir.torch_private import without_function_modes
-from .._ir.trees import ATOMS, Branch, attributes_of, leaves, own, own_attributes, remake
+from .._ir.trees import ATOMS, Branch, attributes_of, leaves, map_leaves, own_attribute, own_attributes
 from .._ir.util import cached_property
 from .._ir.write import mutate
 from .aliasing import Alias, AliasTracker
 from .freeze import frozen_context, stale_views
-from .recording import Addresses, CallRecord, GuardRecord, Recording, ValueId, handles_in, parts_of
+from .recording import Addresses, CallRecord, GuardRecord, Recording, ValueId, value_ids_in, value_ids_with_paths
 
 _references = sys.getrefcount
 
 
-class New(Protocol):
+class Replacement(Protocol):
     """Makes the replacement of a tensor in an output; `kept` handles a container that somebody else holds."""
 
     def __call__(self, tensor: torch.Tensor, outside: int, /) -> torch.Tensor: ...
@@ -78,7 +78,7 @@ def _is_held_by_torch(tensor: torch.Tensor) -> bool:
     return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
 
 
-def renewed(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) -> Any:
+def replace_tensors(value: Any, outside: int, new: Replacement, in_trees: Mapping[int, int]) -> Any:
     """A module's output with `new(tensor, outside)` in place of each tensor.
 
     `outside`: references that are not the output's own. Tuples are rebuilt; a mutable container is changed in place if
@@ -98,12 +98,12 @@ def renewed(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) -> 
     return value
 
 
-def _rebuilt(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) -> Any:
+def _rebuilt(value: Any, outside: int, new: Replacement, in_trees: Mapping[int, int]) -> Any:
     """An immutable container around other items. Whoever holds the tuple holds its items."""
     items = []
     for item in value:
         count = _references(item) - _WITHIN
-        items.append(renewed(item, count + max(outside, 0), new, in_trees))
+        items.append(replace_tensors(item, count + max(outside, 0), new, in_trees))
     if all(item is other for item, other in zip(items, value, strict=True)):
         return value
     if hasattr(value, "_fields"):
@@ -116,14 +116,14 @@ def _rebuilt(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) ->
     return made
 
 
-def _replace_items(value: Any, new: New, in_trees: Mapping[int, int]) -> None:
+def _replace_items(value: Any, new: Replacement, in_trees: Mapping[int, int]) -> None:
     """Puts replacements into a list, a dict, or an object with attributes."""
     if isinstance(value, (list, deque)):
         put: Any = list.__setitem__ if isinstance(value, list) else deque.__setitem__
         for number in range(len(value)):
             item = value[number]
             count = _references(item) - _WITHIN
-            if (made := renewed(item, count, new, in_trees)) is not item:
+            if (made := replace_tensors(item, count, new, in_trees)) is not item:
                 put(value, number, made)
     elif isinstance(value, dict):
         attributes = own_attributes(value)
@@ -131,19 +131,19 @@ def _replace_items(value: Any, new: New, in_trees: Mapping[int, int]) -> None:
             item = dict.__getitem__(value, key)
             twice = attributes.get(key) is item
             count = _references(item) - _WITHIN
-            if (made := renewed(item, count - twice, new, in_trees)) is not item:
+            if (made := replace_tensors(item, count - twice, new, in_trees)) is not item:
                 dict.__setitem__(value, key, made)
                 if twice:
                     attributes[key] = made
     elif type(value).__module__ not in ("builtins", "numpy", "torch"):
         for name in [name for name, _ in attributes_of(value)]:
-            item = own(value, name, None)
+            item = own_attribute(value, name, None)
             count = _references(item) - _WITHIN
-            if (made := renewed(item, count, new, in_trees)) is not item:
+            if (made := replace_tensors(item, count, new, in_trees)) is not item:
                 object.__setattr__(value, name, made)
 
 
-def objects_held(tree: Any) -> Counter[int]:
+def template_references(tree: Any) -> Counter[int]:
     """How many references to each object, by id, a frozen tree holds as templates."""
     held: Counter[int] = Counter()
     seen: set[int] = set()
@@ -182,7 +182,7 @@ def _caller_references() -> int:
 
     def listen(called: Any, call: Any, args: Any, kwargs: Any) -> Any:
         out = call(called, *args, **kwargs)
-        found.append(_references(out) - BARE)
+        found.append(_references(out) - NAME_REFERENCES)
         return out
 
     class Called:
@@ -197,16 +197,16 @@ def _caller_references() -> int:
     return found[0]
 
 
-BARE, ALONE, _WITHIN, _TORCH_COUNTS = _reference_baselines()
-GIVEN = _caller_references()
+NAME_REFERENCES, LISTED_REFERENCES, _WITHIN, _TORCH_COUNTS = _reference_baselines()
+CALLER_REFERENCES = _caller_references()
 
 
-def is_handing(record: Any) -> TypeGuard[CallRecord]:
+def is_output_alias(record: Any) -> TypeGuard[CallRecord]:
     """True for the record of an alias of a module output."""
     return isinstance(record, CallRecord) and record.function is alias and len(record.args) == 2
 
 
-def hand_on(recording: Recording) -> None:
+def add_output_aliases(recording: Recording) -> None:
     """Gives module outputs aliases where they need them, and nowhere else; does so once."""
     if recording.hand_offs.is_settled:
         return
@@ -218,7 +218,7 @@ def hand_on(recording: Recording) -> None:
         h for h, (first, count) in recording.hand_offs.twice.items() if first in recording.aliasing.writes[count:]
     }
     recording.hand_offs.written_twice |= {
-        r.returns for r in recording.records if is_handing(r) and r.returns in returned_twice
+        r.returns for r in recording.records if is_output_alias(r) and r.returns in returned_twice
     }
     found = _Reads(recording)
     if redundant := found.redundant():
@@ -249,7 +249,9 @@ class _Reads:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.end = len(recording.records)
-        self.aliases = [(position, record) for position, record in enumerate(recording.records) if is_handing(record)]
+        self.aliases = [
+            (position, record) for position, record in enumerate(recording.records) if is_output_alias(record)
+        ]
         returned = {leaf for _, tree, *_ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is ValueId}
         self.of: dict[ValueId, list[int]] = {handle: [] for handle in returned}
         for _, record in self.aliases:
@@ -261,7 +263,7 @@ class _Reads:
         for position, item in enumerate(recording.records):
             returns = item.returns
             if type(returns) is not ValueId:
-                self.made.update((h, position) for _, h in parts_of(returns) if h in of)
+                self.made.update((h, position) for _, h in value_ids_with_paths(returns) if h in of)
             elif returns in of:
                 self.made[returns] = position
             if isinstance(item, CallRecord):
@@ -269,7 +271,9 @@ class _Reads:
                 if item.kwargs:
                     self._note(position, item.kwargs.values())
                 if item.function is mutate and item.result is not None:
-                    self.written_memory.update({h for _, h in parts_of(item.returns)}.difference(leaves(item.result)))
+                    self.written_memory.update(
+                        {h for _, h in value_ids_with_paths(item.returns)}.difference(leaves(item.result))
+                    )
         for guard in recording.guards:
             self._note(guard.position, (*guard.args, *(guard.kwargs or {}).values()))
         self._note(self.end, (recording.output, tuple([last for _, last in recording.state.changes])))
@@ -314,11 +318,11 @@ def _missing_aliases(
     new: list[_NewAlias] = []
     before: set[tuple[int, ValueId]] = set()  # (module, value) returned before
     now: dict[ValueId, tuple[ValueId, int]] = {}  # value -> its alias, and from which position on
-    patched = {handle for n in recording.patched for _, handle in parts_of(recording.records[n].returns)}
+    patched = {handle for n in recording.patched for _, handle in value_ids_with_paths(recording.records[n].returns)}
     count = len(recording.values)
     views = _Views(recording)
     for turn, scope, tree, end, shared in returned:
-        every = handles_in(tree)
+        every = value_ids_in(tree)
         numbers: dict[ValueId, int] = {}
         for number, leaf in enumerate(every):
             numbers.setdefault(leaf, number)
@@ -371,7 +375,7 @@ class _Views:
     def _by_memory(self) -> dict[int, list[tuple[ValueId, int]]]:
         found: dict[int, list[tuple[ValueId, int]]] = {}
         for position, record in enumerate(self.recording.records):
-            for _, handle in parts_of(record.returns):
+            for _, handle in value_ids_with_paths(record.returns):
                 if (key := self._key(handle)) is not None:
                     found.setdefault(key, []).append((handle, position))
         return found
@@ -458,7 +462,7 @@ _NameAt = Callable[[ValueId, int], ValueId]  # (value, position) -> its name the
 
 def _renamed(tree: Any, name: _NameAt, position: int) -> Any:
     """A tree with the names that its values have at a position."""
-    return remake(tree, lambda leaf: name(leaf, position) if type(leaf) is ValueId else leaf)
+    return map_leaves(tree, lambda leaf: name(leaf, position) if type(leaf) is ValueId else leaf)
 
 
 def _read_at(record: Any, name: _NameAt, position: int) -> Any:
@@ -494,7 +498,7 @@ def _insert_in_gradient(
     stretch = arguments.stretch
     made: dict[ValueId, Ref] = {}
     for number, inner in zip(record.through, stretch.calls, strict=True):
-        made.update({h: Ref(inner.name, path) for path, h in parts_of(recording.records[number].returns)})
+        made.update({h: Ref(inner.name, path) for path, h in value_ids_with_paths(recording.records[number].returns)})
     own = {number: one for number, one in enumerate(new) if one.old in made and one.at <= position}
     handles = {ref: handle for handle, ref in made.items()}
     made.update({one.handle: Ref(f"handed_{number}") for number, one in own.items()})
@@ -513,7 +517,7 @@ def _insert_in_gradient(
     turns = [*[(one.at, 0, number) for number, one in own.items()], *[(n, 1, n) for n in record.through]]
     for turn, is_call, number in sorted(turns):  # aliases come before the record at their position
         if is_call:
-            nodes.append(remade(calls[turn], names_at(turn)))
+            nodes.append(with_leaves(calls[turn], names_at(turn)))
         else:
             one, name = own[number], f"handed_{number}"
             context = frozen_context(_context_of_alias(recording))
@@ -521,7 +525,7 @@ def _insert_in_gradient(
             target = Target.of(alias)
             nodes.append(Call(name, "identity", target, args, (), Ref(name), meaning=meaning, context=context))
     through = tuple(sorted([*[where[n] for n in record.through], *[at[number] for number in own]]))
-    graph = evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, names_at(position)))
+    graph = evolve(stretch, nodes=tuple(nodes), output=map_leaves(stretch.output, names_at(position)))
     return record._replace(args=[*arguments._replace(stretch=graph)], through=through)
 
 
@@ -530,7 +534,7 @@ def _remove(recording: Recording, redundant: set[int]) -> None:
     replaced: dict[ValueId, ValueId] = {}
     for position in sorted(redundant):
         record = recording.records[position]
-        if is_handing(record):
+        if is_output_alias(record):
             replaced[record.returns] = replaced.get(record.args[0], record.args[0])
     name: _NameAt = lambda handle, position: replaced.get(handle, handle)  # noqa: E731
     kept = [n for n in range(len(recording.records)) if n not in redundant]
@@ -560,5 +564,5 @@ def _remove_nodes(stretch: Graph, removed: dict[Ref, Ref]) -> Graph:
     """The stretch without some aliases: their readers read the original value."""
     read = lambda leaf: removed.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
     kept = [node for node in stretch.nodes if Ref(node.name) not in removed]
-    nodes = [remade(node, read) if isinstance(node, Call) else node for node in kept]
-    return evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, read))
+    nodes = [with_leaves(node, read) if isinstance(node, Call) else node for node in kept]
+    return evolve(stretch, nodes=tuple(nodes), output=map_leaves(stretch.output, read))

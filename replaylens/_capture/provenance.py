@@ -25,21 +25,21 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .._ir.interrupts import after_fork, during, reset_lock
+from .._ir.memory import storage_of
 from .._ir.model_state import members
-from .._ir.shared_memory import storage_of
 from .._ir.trees import ATOMS, attributes_of, own_attributes
 from .._ir.util import cached_property
-from .._ir.world import during, freed, in_children
 from .recording import Addresses
 from .scopes import addresses, module_table, other_addresses
-from .snapshot import Held, collect_new, is_frozen, set_aside, set_back
-from .user_code import closed_over
+from .snapshot import ModuleContents, collect_new, is_frozen, set_aside, set_back
+from .user_code import closure_values
 
 _MOST = 10_000  # objects that are searched
 _PYTHONS_OWN = frozenset(("builtins", "itertools", "collections"))
 
 
-def tensors_behind(value: Any, own: frozenset[int]) -> Iterator[torch.Tensor]:
+def hidden_tensors(value: Any, own: frozenset[int]) -> Iterator[torch.Tensor]:
     """The tensors that can be reached from an object, except through objects whose ids are in `own`."""
     stack, seen = [] if id(value) in own else [value], {id(value): value}
     while stack and len(seen) < _MOST:
@@ -77,7 +77,7 @@ _lock = threading.RLock()  # what an interrupt left may be left while another ca
 _running: dict[object, int] = {}  # the captures that run, and their threads
 
 
-class Moment:
+class StartMark:
     """The start of a capture. A tensor is older if the collector had set it aside by then, or listed it then."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -88,7 +88,7 @@ class Moment:
 _KINDS = frozenset((torch.Tensor, nn.Parameter))
 
 
-Place = tuple[nn.Module, dict[str, torch.Tensor]]  # a module, and what it holds
+ModuleTensors = tuple[nn.Module, dict[str, torch.Tensor]]  # a module, and what it holds
 
 
 def _listed_tensors(kinds: Iterable[type] = _KINDS) -> list[torch.Tensor]:
@@ -110,7 +110,7 @@ def _refer_to_their_classes() -> bool:
         return product.grad_fn is not None and any(thing is held for thing in gc.get_referrers(torch.Tensor))
 
 
-def marking_older_objects() -> AbstractContextManager[Moment]:
+def marking_older_objects() -> AbstractContextManager[StartMark]:
     """Within, `is_older` can tell which tensors existed before. Gives the moment it needs.
 
     Everything that exists is moved to the collector's permanent generation, which is a list splice; what the collector
@@ -124,12 +124,12 @@ def marking_older_objects() -> AbstractContextManager[Moment]:
     return during(_lock, partial(_began, token), partial(_ended, token))
 
 
-def _began(token: object) -> Moment:
+def _began(token: object) -> StartMark:
     mine = not _running and not is_frozen()
     _running[token] = threading.get_ident()
     if mine:
         set_aside()
-    return Moment([] if mine else _listed_tensors())
+    return StartMark([] if mine else _listed_tensors())
 
 
 def _ended(token: object) -> None:
@@ -139,22 +139,22 @@ def _ended(token: object) -> None:
 
 
 def _in_a_child() -> None:
-    freed(_lock)
+    reset_lock(_lock)
     for token in [token for token, thread in _running.items() if thread != threading.get_ident()]:
         del _running[token]
     if not _running:
         set_back()
 
 
-in_children(_in_a_child)
+after_fork(_in_a_child)
 
 
-def is_older(tensor: torch.Tensor, date: Moment) -> bool:
+def is_older(tensor: torch.Tensor, date: StartMark) -> bool:
     """True if this tensor existed at that moment."""
     return id(tensor) in date.ids or not any(other is tensor for other in _listed_tensors((type(tensor),)))
 
 
-def thread_marks() -> tuple[Any, ...]:
+def thread_fingerprint() -> tuple[Any, ...]:
     """A value that changes when a thread is started, or when a pool's workers may have worked."""
     pools = sys.modules.get("concurrent.futures.thread")
     known = getattr(pools, "_threads_queues", None)
@@ -186,7 +186,7 @@ class Provenance:
             name = "" if len(self.extra) == 1 else f"model{number + 1}"
             self.table.extend((m, p + shift if p >= 0 else -1, n or name) for m, p, n in inner)
         self.modules = [module for module, _, _ in self.table]  # every module of the model, each once
-        self.held = Held(self.modules)  # when the forward begins
+        self.held = ModuleContents(self.modules)  # when the forward begins
         self.parameters_at_start = [value for _, _, held in self.held.parameters for value in held.values()]
         self.begun = self.held.buffers
         self.attributes_begun: list[tuple[nn.Module, dict[str, Any]]] = []  # those of the user's classes
@@ -301,7 +301,7 @@ class Provenance:
             if buffers := module._buffers:
                 yield from _new(module, buffers, self.begun_by_module.get(id(module), {}))
 
-    def tree_at_start(self) -> dict[str, Place]:
+    def tree_at_start(self) -> dict[str, ModuleTensors]:
         """The modules when the capture began, by address, with the parameters and buffers that each had."""
         children = {id(module): modules for module, _, modules in self.held.modules}
 
@@ -310,12 +310,12 @@ class Provenance:
 
         return self._tree(lambda module: children.get(id(module), {}), held)
 
-    def tree_now(self) -> dict[str, Place]:
+    def tree_now(self) -> dict[str, ModuleTensors]:
         """The modules as they are now, by address, with their parameters and buffers."""
         return self._tree(lambda module: module._modules, lambda module: {**module._parameters, **module._buffers})
 
-    def _tree(self, below: Callable[[Any], Any], held: Callable[[Any], dict[str, Any]]) -> dict[str, Place]:
-        found: dict[str, Place] = {}
+    def _tree(self, below: Callable[[Any], Any], held: Callable[[Any], dict[str, Any]]) -> dict[str, ModuleTensors]:
+        found: dict[str, ModuleTensors] = {}
         stack: list[tuple[str, nn.Module, tuple[int, ...]]]
         stack = [(name, module, ()) for module, parent, name in self.table if parent < 0]
         while stack and len(found) < 100 * len(self.table) + 1000:
@@ -523,7 +523,7 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
             stack.extend((thing.__self__, thing.__func__))
         elif isinstance(thing, FunctionType):
             globals_named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
-            stack.extend([*closed_over(thing), *[one for one in globals_named if isinstance(one, nn.Module)]])
+            stack.extend([*closure_values(thing), *[one for one in globals_named if isinstance(one, nn.Module)]])
         elif isinstance(thing, partial):
             stack.extend((thing.func, *thing.args, *thing.keywords.values()))
         elif isinstance(thing, (list, tuple)):

@@ -16,9 +16,8 @@ import torch
 
 from .._ir.node import Guard, Source
 from .._ir.target import Target
-from .._ir.trees import remake
-from .bytecode import line_of_word, words
-from .user_code import Methods, named_by, users_function
+from .._ir.trees import map_leaves
+from .user_code import Methods, identifiers, line_of_identifier, referenced_by, user_function
 
 MODES: dict[str, Callable[[], bool]] = {
     "is_grad_enabled": torch.is_grad_enabled,
@@ -34,7 +33,7 @@ def next_functions(tensor: torch.Tensor) -> Any:
     return None if tensor.grad_fn is None else tensor.grad_fn.next_functions
 
 
-class Asked(NamedTuple):
+class Query(NamedTuple):
     """A question as it was met: of which tensor, at which record, from which line."""
 
     kind: str
@@ -49,12 +48,12 @@ class Asked(NamedTuple):
     site: Any
 
 
-def guard_of(asked: Asked, ref: Any, to_ref: Any, scope: Any, source: Source | None, count: int) -> Guard:
+def guard_of_query(asked: Query, ref: Any, to_ref: Any, scope: Any, source: Source | None, count: int) -> Guard:
     """The question as a Guard of the program."""
     return Guard(
         Target.of(asked.function),
-        (ref, *remake(asked.args, to_ref)),
-        tuple([(key, remake(value, to_ref)) for key, value in asked.kwargs.items()]),
+        (ref, *map_leaves(asked.args, to_ref)),
+        tuple([(key, map_leaves(value, to_ref)) for key, value in asked.kwargs.items()]),
         asked.result,
         has_result=True,
         kind=asked.kind,
@@ -75,12 +74,14 @@ def mode_guards(ran: Iterable[CodeType], methods: Methods, ambient: Any) -> Iter
     known = dict(methods.by_code)
     codes = {id(code): code for code in ran}
     for function in [known[key] for key in codes if key in known]:
-        named = {id(one.__code__): one for one in map(users_function, named_by(function)) if one is not None}
+        named = {id(one.__code__): one for one in map(user_function, referenced_by(function)) if one is not None}
         known.update(named)
         codes.update({key: one.__code__ for key, one in named.items()})
     for key, code in codes.items():
-        for name in sorted({*(MODES.keys() & words(code)), *_modes_by_value(known.get(key))}):
-            source = Source(code.co_filename, line_of_word(code, name), getattr(code, "co_qualname", code.co_name))
+        for name in sorted({*(MODES.keys() & identifiers(code)), *_modes_by_value(known.get(key))}):
+            source = Source(
+                code.co_filename, line_of_identifier(code, name), getattr(code, "co_qualname", code.co_name)
+            )
             result = answers[name]
             yield Guard(Target.of(MODES[name]), (), result=result, has_result=True, kind="mode", source=source)
 
@@ -89,6 +90,6 @@ def _modes_by_value(function: FunctionType | None) -> Iterator[str]:
     """The modes that a function reads by another name: an alias, a closure variable, a partial."""
     if function is None:
         return
-    for value in (*named_by(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+    for value in (*referenced_by(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         asked = value.func if isinstance(value, partial) else value
         yield from (name for name, mode in MODES.items() if asked is mode)

@@ -19,11 +19,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._ir.autograd import new_parameter
-from .._ir.node import ITSELF
-from .._ir.ops import info
-from .._ir.runtime import blank, clear, fill, filled, fills_memory
+from .._ir.memory import storage_of, version_of
+from .._ir.node import SAME_TENSOR
+from .._ir.ops import op_info
+from .._ir.runtime import blank, blank_filled, fill_uninitialized, fills_uninitialized, zero_uninitialized
 from .._ir.settings import Settings, settings
-from .._ir.shared_memory import storage_of, version_of
 from .._ir.target import Target
 from .._ir.torch_private import (
     count_dispatch_modes,
@@ -36,14 +36,14 @@ from .._ir.torch_private import (
 from .._ir.trees import freeze
 from .._ir.write import Hole
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnknownOrigin
-from .aliasing import OUTSIDE, Alias, AliasTracker, Storage, geometry_step, step_tree
-from .bytecode import is_torch_code
+from .aliasing import MADE_OUTSIDE_TORCH, Alias, AliasTracker, Storage, geometry_step, packed_step
 from .dispatch import Rule, is_new_memory
-from .provenance import Moment, Provenance, is_older, thread_marks
-from .questions import Asked
-from .recording import PLAIN, CallRecord, GuardRecord, Recording, Site, SourceRecord, ValueId
-from .rng import DrawLog, as_drawn
+from .provenance import Provenance, StartMark, is_older, thread_fingerprint
+from .questions import Query
+from .recording import PLAIN, CallRecord, CodePosition, GuardRecord, Recording, SourceRecord, ValueId
+from .rng import DrawLog, recorded_generator
 from .scopes import callers, user_frame, user_line
+from .user_code import is_torch_code
 
 _grad_enabled = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
@@ -73,10 +73,10 @@ class ThreadRead(NamedTuple):
     tensor: torch.Tensor | None
     handle: ValueId | None
     position: int
-    site: Site | None
+    site: CodePosition | None
 
 
-class HandOff(NamedTuple):
+class AliasOrigin(NamedTuple):
     """Describes an alias that the model got in place of the very object: how many aliases lie between, and what
     autograd said of the object.
     """
@@ -113,7 +113,7 @@ class Recorder(TorchFunctionMode):
     )
     leaves_changes = True  # the forward's writes to the model are kept
 
-    def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
+    def __init__(self, recording: Recording, origins: Provenance, date: StartMark, deep: bool, unknown: str) -> None:
         super().__init__()
         self.recording = recording
         self.memory = AliasTracker(recording)
@@ -130,7 +130,7 @@ class Recorder(TorchFunctionMode):
         self.has_scripts = False  # a module that is TorchScript has run
         self.stateful: list[SourceRecord] = []  # buffers and attributes that were read
         self.opened: set[Any] = set()
-        self.opened_site: Site | None = None
+        self.opened_site: CodePosition | None = None
         self.watch: Any = None
         self.deep = deep
         self.in_leaf = 0
@@ -141,9 +141,9 @@ class Recorder(TorchFunctionMode):
         self.functorch = False
         self.differentiating = False  # inside torch.func.grad or the like
         self.exposed = False
-        self.threads = thread_marks()
+        self.threads = thread_fingerprint()
         self.aliased: set[int] = set()  # objects that a call returned as they were, and the aliases given for them
-        self.aliases: dict[int, HandOff] = {}  # of those, the aliases
+        self.aliases: dict[int, AliasOrigin] = {}  # of those, the aliases
         self.outer_modes = _dispatch_modes()
         self.plain_contexts = (False, False, (), ()), (True, False, (), ())  # without gradients and with them
         self.contexts: dict[Any, Any] = {(on, False, False, ()): self.plain_contexts[on] for on in (False, True)}
@@ -209,14 +209,14 @@ class Recorder(TorchFunctionMode):
             return out
         is_undefined = rule.is_undefined or is_new_memory(func, args)
         if is_undefined:
-            made, empty = (filled, fill) if fills_memory() else (blank, clear)
+            made, empty = (blank_filled, fill_uninitialized) if fills_uninitialized() else (blank, zero_uninitialized)
             empty(out)
             reads = [Target.of(func), *reads]
         if isinstance(out, torch.Tensor) and any(out is tensor for tensor in tensors):
             own = self.identity_alias(rule, out)
             if own is None:
                 if rule.kind == "contiguous" or "memory_format" in kwargs:
-                    self.ask("layout", func, args, kwargs, ITSELF)
+                    self.ask("layout", func, args, kwargs, SAME_TENSOR)
                 return out
             out = own
         func = stands_for or func
@@ -255,10 +255,10 @@ class Recorder(TorchFunctionMode):
         site, position = self.guard_site(), len(recording.records)
         plain = tuple(args[1:])
         recording.asked.append(
-            Asked(kind, func, tensor, handle, plain, kwargs or {}, answer, position, self.scope, site)
+            Query(kind, func, tensor, handle, plain, kwargs or {}, answer, position, self.scope, site)
         )
 
-    def guard_site(self) -> Site | None:
+    def guard_site(self) -> CodePosition | None:
         """The innermost line of the user's that is running."""
         site = self.site()
         scope = self.scope
@@ -285,7 +285,7 @@ class Recorder(TorchFunctionMode):
 
     def note_alias(self, original: torch.Tensor, made: torch.Tensor) -> None:
         """The model is given an alias that it takes for the object itself."""
-        of = self.aliases.get(id(original)) or HandOff(0, original._is_view(), original.requires_grad)
+        of = self.aliases.get(id(original)) or AliasOrigin(0, original._is_view(), original.requires_grad)
         self.aliases[id(made)] = of._replace(depth=of.depth + 1)
         self.aliased.update((id(original), id(made)))
 
@@ -312,7 +312,7 @@ class Recorder(TorchFunctionMode):
         original: Any = None,
     ) -> None:
         if draws is not None and "generator" in kwargs:
-            kwargs = {**kwargs, "generator": as_drawn(kwargs["generator"], draws)}
+            kwargs = {**kwargs, "generator": recorded_generator(kwargs["generator"], draws)}
         kind, context, scope, inside, took = rule.kind, self.context(), self.scope, self.differentiating, self.took
         record = CallRecord(
             func, kind, args, kwargs, returns, context, scope, site, draws, dynamic, None, (), inside, took, original
@@ -344,7 +344,7 @@ class Recorder(TorchFunctionMode):
                 self.register_result_view(tensor, handle, base, func, args, kwargs, tensors, part)
             return handle
 
-        returns = number_parts(out, leaf, ())
+        returns = result_tree(out, leaf, ())
         return returns if found else None
 
     def register_again(self, tensor: torch.Tensor) -> ValueId:
@@ -382,7 +382,7 @@ class Recorder(TorchFunctionMode):
             self.recording.aliasing.view_of[handle] = above
         plain = tensor.layout is torch.strided and tensor.dtype == source.dtype == base.root.dtype
         of_several = sum(self.base_of(t) is base for t in tensors) > 1
-        if plain and len(part) == 1 and not of_several and info(func).gives_several_views:
+        if plain and len(part) == 1 and not of_several and op_info(func).gives_several_views:
             steps: tuple[Any, ...] = (
                 *alias.steps,
                 self.memory.select_step(source, tensor, name, args, kwargs, part[0]),
@@ -405,7 +405,7 @@ class Recorder(TorchFunctionMode):
             self.memory.register(tensor, handle)
             return handle
 
-        return number_parts(out, leaf, ())
+        return result_tree(out, leaf, ())
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -525,7 +525,7 @@ class Recorder(TorchFunctionMode):
                 "a tensor shares its memory with another one through numpy, dlpack or the like.",
                 "Which value it holds when cannot be known. Use views made by torch, or copy.",
             )
-        self.source("constant", tensor, OUTSIDE)
+        self.source("constant", tensor, MADE_OUTSIDE_TORCH)
         self.memory.expose(tensor)
         if twin is not None:
             self.memory.alias_of(tensor).base.twin = twin
@@ -534,7 +534,7 @@ class Recorder(TorchFunctionMode):
 
     def _is_alone(self) -> bool:
         """True if no other thread began, and no pool's workers can have worked."""
-        return thread_marks() == self.threads and self.threads[-1] is None
+        return thread_fingerprint() == self.threads and self.threads[-1] is None
 
     def alias_without_call(self, tensor: torch.Tensor, base: Storage) -> ValueId:
         """Register `nn.Parameter(x)`, `x.as_subclass(...)`: a new object over known memory that no call made."""
@@ -549,11 +549,14 @@ class Recorder(TorchFunctionMode):
             steps = (geometry_step(tensor, base),)
         if tensor.is_leaf and not tensor._is_view():  # `as_subclass` makes a view, `nn.Parameter` a leaf of its own
             if tensor.requires_grad:
-                steps = (*steps, step_tree(new_parameter, (Hole.HERE,), None, (), True))
+                steps = (*steps, packed_step(new_parameter, (Hole.HERE,), None, (), True))
             elif isinstance(tensor, nn.Parameter) or (_grad_enabled() and root.requires_grad):
-                steps = (*steps, step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled()))
+                steps = (*steps, packed_step(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled()))
         if type(tensor) is not type(root) and (type(tensor) not in plain or type(root) not in plain):
-            steps = (*steps, step_tree(torch.Tensor.as_subclass, (Hole.HERE, type(tensor)), None, (), _grad_enabled()))
+            steps = (
+                *steps,
+                packed_step(torch.Tensor.as_subclass, (Hole.HERE, type(tensor)), None, (), _grad_enabled()),
+            )
         handle = base.handle
         self.memory.register_view(tensor, base, steps, handle)
         if steps:
@@ -583,13 +586,13 @@ class Recorder(TorchFunctionMode):
         source = user_line(self.recording, site, self.scope)
         return "\n" + source.indented if source else ""
 
-    def site(self) -> Site | None:
+    def site(self) -> CodePosition | None:
         if self.opened_site is not None:
             return self.opened_site
         frame = first_user_frame(sys._getframe(1))
         return self.line(user_frame(frame) or frame)
 
-    def line(self, frame: Any) -> Site:
+    def line(self, frame: Any) -> CodePosition:
         """The line at a frame, with its callers where it is not the forward of the running module itself."""
         code = frame.f_code
         if code is self.forward or (is_torch_code(code) and self.forward is not None and is_torch_code(self.forward)):
@@ -630,12 +633,12 @@ def first_user_frame(frame: Any) -> Any:
     return frame
 
 
-def number_parts(value: Any, leaf: Callable[[torch.Tensor, tuple[int, ...]], Any], part: tuple[int, ...]) -> Any:
+def result_tree(value: Any, leaf: Callable[[torch.Tensor, tuple[int, ...]], Any], part: tuple[int, ...]) -> Any:
     """A call's output as a tree: `leaf(tensor, path)` in place of each tensor."""
     if isinstance(value, torch.Tensor):
         return leaf(value, part)
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return tuple([number_parts(item, leaf, (*part, number)) for number, item in enumerate(value)])
+        return tuple([result_tree(item, leaf, (*part, number)) for number, item in enumerate(value)])
     return None
 
 

@@ -21,13 +21,13 @@ import torch
 from attrs import define, field, frozen
 
 from .._ir.autograd import history_of
+from .._ir.label import Naming
+from .._ir.memory import version_of
 from .._ir.model_state import PlaceNote
 from .._ir.node import GeneratorLeft, TensorSpec
-from .._ir.node_summary import Naming
-from .._ir.shared_memory import version_of
 from .._ir.torch_private import FakeTensor
 from .._ir.trees import leaves_of, walk
-from .questions import Asked
+from .questions import Query
 from .rng import UnknownState
 
 
@@ -37,7 +37,7 @@ class ValueId(int):
     __slots__ = ()
 
 
-def handles_in(tree: Any) -> list[ValueId]:
+def value_ids_in(tree: Any) -> list[ValueId]:
     """The ValueIds among the leaves of a tree, from left to right."""
     return leaves_of(ValueId, tree)
 
@@ -50,7 +50,9 @@ class Freed:
 
 
 PLAIN = frozenset((torch.Tensor, FakeTensor))  # a fake tensor is treated as the plain tensor it imitates
-Site = tuple[Any, ...]  # a line of Python: code object and instruction; and, where it is not plain, who called it
+CodePosition = tuple[
+    Any, ...
+]  # a line of Python: code object and instruction; and, where it is not plain, who called it
 
 
 class CallRecord(NamedTuple):
@@ -63,7 +65,7 @@ class CallRecord(NamedTuple):
     returns: Any
     context: tuple[Any, ...]
     scope: int
-    site: Site | None
+    site: CodePosition | None
     draws: str | None = None
     is_dynamic: bool = False
     result: Any = None
@@ -79,13 +81,13 @@ class SourceRecord(NamedTuple):
     kind: str  # "input" | "parameter" | "buffer" | "attribute" | "constant"
     returns: ValueId
     where: Any  # path of an input, (module, key) of state, the origin of a constant
-    site: Site | None
+    site: CodePosition | None
     tensor: torch.Tensor  # the object itself
 
 
 def reads_of(record: CallRecord | SourceRecord) -> list[ValueId]:
     """The values that a record reads."""
-    return [] if isinstance(record, SourceRecord) else handles_in((*record.args, *(record.kwargs or {}).values()))
+    return [] if isinstance(record, SourceRecord) else value_ids_in((*record.args, *(record.kwargs or {}).values()))
 
 
 class GuardRecord(NamedTuple):
@@ -98,13 +100,13 @@ class GuardRecord(NamedTuple):
     has_result: bool
     position: int
     scope: int
-    site: Site | None
+    site: CodePosition | None
     kind: str = "content"
 
 
 # What a module call gave: its number, values, how many records there were then; and which of the values lie in
 # containers that others hold as well.
-Handed = tuple[int, Any, int, tuple[ValueId, ...]]
+ModuleOutput = tuple[int, Any, int, tuple[ValueId, ...]]
 
 
 class ScopeRecord(NamedTuple):
@@ -112,7 +114,7 @@ class ScopeRecord(NamedTuple):
 
     module: torch.nn.Module
     parent: int
-    site: Site | None
+    site: CodePosition | None
     is_void: bool = False  # it raised before anything was computed, or ran for a gradient alone
 
 
@@ -214,7 +216,7 @@ class RunFacts:
     seed: int | None = None
     began: float = 0.0
     seconds: float = 0.0
-    called_from: Site | None = None
+    called_from: CodePosition | None = None
 
 
 @define(eq=False)
@@ -233,9 +235,9 @@ class Recording:
     values: list[torch.Tensor] = field(factory=list)
     versions: list[int] = field(factory=list)
     guards: list[GuardRecord] = field(factory=list)
-    asked: list[Asked] = field(factory=list)  # questions about layouts and flags
+    asked: list[Query] = field(factory=list)  # questions about layouts and flags
     scopes: list[ScopeRecord] = field(factory=list)
-    scope_outputs: list[Handed] = field(factory=list)
+    scope_outputs: list[ModuleOutput] = field(factory=list)
     model: Any = None  # where it is a function
     inputs: Any = ()
     output: Any = None
@@ -283,7 +285,9 @@ class Recording:
 
     def producers(self) -> dict[ValueId, int]:
         """The position of the record that gives each value."""
-        return {handle: n for n, record in enumerate(self.records) for _, handle in parts_of(record.returns)}
+        return {
+            handle: n for n, record in enumerate(self.records) for _, handle in value_ids_with_paths(record.returns)
+        }
 
 
 @frozen
@@ -304,7 +308,7 @@ def address_of(addresses: Addresses, where: tuple[Any, str]) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def parts_of(returns: Any) -> Iterable[tuple[tuple[int, ...], ValueId]]:
+def value_ids_with_paths(returns: Any) -> Iterable[tuple[tuple[int, ...], ValueId]]:
     """Every ValueId in what a call returned, with its path."""
     if type(returns) is ValueId:
         return (((), returns),)

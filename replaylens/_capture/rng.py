@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 
+from .._ir.interrupts import generator_lock, release_fully, user_generator_state
 from .._ir.node import Generator, GeneratorLeft
-from .._ir.ops import Quirk, info
+from .._ir.ops import Quirk, op_info
 from .._ir.torch_private import seed_tracker, unset_fake_temporarily
-from .._ir.world import let_go, one_draws, users_state
-from .bytecode import called_bare, nested, words
-from .user_code import closed_over, named_by
+from .user_code import called_without_arguments, closure_values, identifiers, nested_code, referenced_by
 
-OF_THE_MODEL = "torch.Generator"
-UNSEEN = "a call that was not seen"
+MODEL_GENERATOR = "torch.Generator"
+UNSEEN_DRAW = "a call that was not seen"
 NEW_SEED = "torch.seed"
 LEFT = "left"  # key of the state in which a forward leaves the default generator, if a seed fixed it
 _READING = frozenset(("get_rng_state", "get_state"))
@@ -35,7 +34,7 @@ _GENERATOR_NAMES = _COPYING | _SETTING | {"initial_seed", "manual_seed"}
 
 def draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if this call draws nothing although others of its kind do: mostly dropout in evaluation mode."""
-    op = info(function)
+    op = op_info(function)
     if op.has(Quirk.DROPOUT):
         return not op.given("train", args, kwargs, kwargs.get("training", True))
     if op.has(Quirk.ATTENTION):
@@ -62,7 +61,7 @@ def default_generator(device: torch.device | None) -> torch.Generator:
     return torch.default_generator
 
 
-def as_drawn(generator: Any, key: str) -> Generator | None:
+def recorded_generator(generator: Any, key: str) -> Generator | None:
     """What replaces `generator=` in a recorded call: a Generator in the state of this key, or None for the default."""
     is_default = generator is None or generator is default_generator(generator.device)
     return None if is_default else Generator(key)
@@ -73,12 +72,12 @@ def seedings() -> Any:
     return getattr(seed_tracker, "manual_seed_all_cb", None)
 
 
-def lent_generators(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
+def caller_generators(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
     """The generators that the caller provides: among the arguments, or referred to by the function."""
     values = [*args, *kwargs.values()]
     function = getattr(type(model), "forward", None) if isinstance(model, torch.nn.Module) else model
     if isinstance(function, FunctionType):
-        values += named_by(function)
+        values += referenced_by(function)
     return [value for value in values if type(value) is torch.Generator and value is not torch.default_generator]
 
 
@@ -105,7 +104,7 @@ def _holds(value: Any, generator: torch.Generator) -> bool:
         kept += [*value.args, *value.keywords.values()]
     elif isinstance(value, FunctionType):
         kept += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        kept += closed_over(value)
+        kept += closure_values(value)
     elif type(value) is dict:
         kept += value.values()
     elif type(value) in (list, tuple):
@@ -163,7 +162,7 @@ def read_by_name(names: frozenset[str], unknown: set[UnknownState]) -> Iterator[
         yield "a state of torch's generator"
 
 
-def names_of_generators(codes: Iterable[CodeType]) -> frozenset[str]:
+def generator_names(codes: Iterable[CodeType]) -> frozenset[str]:
     """The names of generators and their functions, of torch and others, that code uses."""
     return frozenset().union(*map(_names_in, codes))
 
@@ -171,8 +170,8 @@ def names_of_generators(codes: Iterable[CodeType]) -> frozenset[str]:
 @lru_cache(maxsize=4096)
 def _names_in(code: CodeType) -> frozenset[str]:
     """These names in one code object; with "()" for generators that it makes or seeds without a seed."""
-    bare = [f"{name}()" for inner in nested(code) for name in called_bare(inner, _UNSEEDED)]
-    return (words(code) & (_GENERATOR_NAMES | _UNSEEDABLE.keys())).union(bare)
+    bare = [f"{name}()" for inner in nested_code(code) for name in called_without_arguments(inner, _UNSEEDED)]
+    return (identifiers(code) & (_GENERATOR_NAMES | _UNSEEDABLE.keys())).union(bare)
 
 
 class DrawLog:
@@ -187,7 +186,7 @@ class DrawLog:
         follows: dict[str, tuple[str | None, bool]],
     ) -> None:
         self.kept, self.first_states, self.follows = kept, first_states, follows
-        self.start, self.seed = users_state(), torch.default_generator.initial_seed()
+        self.start, self.seed = user_generator_state(), torch.default_generator.initial_seed()
         self.seedings = seedings()
         self.caller_states: dict[int, torch.Tensor] = {}  # at the start, by id of the generator
         self.model_states: dict[int, torch.Tensor] = {}  # the same of generators on the model
@@ -252,7 +251,7 @@ class DrawLog:
         if last is None and (known := self.caller_states.get(id(generator))) is not None and same_state(known, state):
             return f"generator_before_draw_{len(self.kept)}", False
         if last is None and self._continues(generator, state):
-            self.only_model[OF_THE_MODEL] = None
+            self.only_model[MODEL_GENERATOR] = None
         if generator is not torch.default_generator and is_newly_seeded(generator, state):
             self.unknown.add(UnknownState.FIXED)
             if same_state(self.start, state):
@@ -296,7 +295,7 @@ class DrawLog:
         if seed != before or is_newly_seeded(generator, state):
             self.seed = seed
             return None, True
-        self.only_model[UNSEEN] = None
+        self.only_model[UNSEEN_DRAW] = None
         return f"unseen_before_draw_{len(self.kept)}", False if last is None else self.follows[last][1]
 
     def _seeded_state(self, seeding: Any) -> tuple[str | None, bool]:
@@ -324,9 +323,9 @@ class Draw:
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.draws is None:
             return func(*args, **kwargs)
-        was_owned = one_draws._is_owned()  # type: ignore[attr-defined]
+        was_owned = generator_lock._is_owned()  # type: ignore[attr-defined]
         try:
-            with one_draws:
+            with generator_lock:
                 self.state = self.generator.get_state()
                 try:
                     return func(*args, **kwargs)
@@ -334,7 +333,7 @@ class Draw:
                     self.key = self.draws.keep(self.generator, self.state)
         except BaseException:  # an interrupt may have hit before the lock was released
             if not was_owned:
-                let_go(one_draws)
+                release_fully(generator_lock)
             raise
 
 

@@ -29,6 +29,8 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionMeta
 from torch.overrides import handle_torch_function
 
+from .._ir.interrupts import after_fork, during, reset_lock, run_locked
+from .._ir.model_turns import Turn, modules_inside, turns, wait_for_turns, with_turn
 from .._ir.node import Source
 from .._ir.torch_private import (
     FunctionBase,
@@ -42,11 +44,9 @@ from .._ir.torch_private import (
     set_way_to_modes,
     swap_of_tensors,
 )
-from .._ir.turns import Turn, calls, come, turns, with_turn
-from .._ir.world import alone, during, freed, in_children
 from . import threads
-from .bytecode import is_torch_code, torch_code
-from .recording import Recording, Site
+from .recording import CodePosition, Recording
+from .user_code import is_torch_code, torch_code
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ def model_frames(frame: FrameType | None) -> Iterator[FrameType]:
 @boundary
 def _traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if turns:
-        come((id(self),))
+        wait_for_turns((id(self),))
     stack = _listeners.get(get_ident())
     return (
         stack[-1].module_call(self, _originals["call"], args, kwargs)
@@ -157,14 +157,14 @@ _traced_entry: Any = classmethod(_traced_apply)
 _originals: dict[str, Any] = {"call": _module_call}
 
 
-calls.update(dict.fromkeys((_module_call.__code__, _traced_call.__code__), lambda held: (id(held["self"]),)))
+modules_inside.update(dict.fromkeys((_module_call.__code__, _traced_call.__code__), lambda held: (id(held["self"]),)))
 
 
-def alone_with(modules: Callable[[], Iterable[nn.Module]], work: Callable[[Turn], T]) -> T:
+def exclusive(modules: Callable[[], Iterable[nn.Module]], work: Callable[[Turn], T]) -> T:
     """The result of some work that runs while no other thread runs these modules: earlier calls end first, later ones
     wait.
     """
-    return with_turn(modules, work, partial(alone, _lock, _put_in), partial(alone, _lock, _take_out_if_idle))
+    return with_turn(modules, work, partial(run_locked, _lock, _put_in), partial(run_locked, _lock, _take_out_if_idle))
 
 
 def listening(listener: Listener) -> AbstractContextManager[None]:
@@ -227,14 +227,14 @@ def _take_out() -> None:
 
 def _in_a_child() -> None:
     """After a fork only the thread that forked exists."""
-    freed(_lock)
+    reset_lock(_lock)
     threads.in_a_child()
     for other in [thread for thread in _listeners if thread != get_ident()]:
         del _listeners[other]
     _take_out_if_idle()
 
 
-in_children(_in_a_child)
+after_fork(_in_a_child)
 
 
 def module_table(model: nn.Module | None) -> list[tuple[nn.Module, int, str]]:
@@ -301,7 +301,7 @@ def user_frame(frame: FrameType | None, depth: int = 6) -> FrameType | None:
     return None
 
 
-def callers(frame: FrameType | None) -> Site | None:
+def callers(frame: FrameType | None) -> CodePosition | None:
     """The line at a frame, and the user's lines that led to it, as far as the module call that it lies in."""
     lines: list[tuple[CodeType, int]] = []
     while frame is not None:
@@ -312,13 +312,13 @@ def callers(frame: FrameType | None) -> Site | None:
         if not lines or not (known[1] if known is not None and known[0] is code else is_torch_code(code)):
             lines.append((code, frame.f_lasti))
         frame = frame.f_back
-    site: Site | None = None
+    site: CodePosition | None = None
     for line in reversed(lines):
         site = line if site is None else (*line, site)
     return site
 
 
-def user_line(recording: Recording, site: Site | None, scope: int) -> Source | None:
+def user_line(recording: Recording, site: CodePosition | None, scope: int) -> Source | None:
     """The user's line nearest to a call, inside its modules or around them; the call's own line if none is the
     user's.
     """
@@ -328,14 +328,14 @@ def user_line(recording: Recording, site: Site | None, scope: int) -> Source | N
     return line_of(own if found is None else found)
 
 
-def _nearest(site: Site | None) -> Site | None:
+def _nearest(site: CodePosition | None) -> CodePosition | None:
     """The first of a site's lines, outwards, that is the user's."""
     while site is not None and is_torch_code(site[0]):
         site = site[2] if len(site) > 2 else None
     return site
 
 
-def with_callers(site: Site | None, outer: Source | None) -> Source | None:
+def with_callers(site: CodePosition | None, outer: Source | None) -> Source | None:
     """The user's line at a site, whose callers lead on to `outer`; `outer` itself where the site is torch's own."""
     sites, at = [], site
     while at is not None:
@@ -347,7 +347,7 @@ def with_callers(site: Site | None, outer: Source | None) -> Source | None:
     return outer
 
 
-def line_of(site: Site | None, caller: Source | None = None) -> Source | None:
+def line_of(site: CodePosition | None, caller: Source | None = None) -> Source | None:
     """The line of Python at a code object and instruction."""
     if site is None:
         return None

@@ -30,10 +30,10 @@ import torch
 from attrs import define, evolve
 from torch import nn
 
-from .._ir.model_state import FUSED
-from .._ir.node_summary import Naming
+from .._ir.interrupts import user_generator_state
+from .._ir.label import Naming
+from .._ir.model_state import FUSED_STEPS
 from .._ir.trees import freeze_deep
-from .._ir.world import users_state
 from .scopes import module_table
 
 _THRESHOLD = 20_000  # the default of a few hundred is far too eager: records of calls are never garbage
@@ -116,18 +116,18 @@ _DICTS = frozenset((dict, OrderedDict, defaultdict))
 _CONTAINERS = _DICTS | {list, set, deque}
 
 
-HeldBy = list[tuple[nn.Module, Any, dict[str, Any]]]  # a module, one of its dicts, a copy of that dict
+ModuleDicts = list[tuple[nn.Module, Any, dict[str, Any]]]  # a module, one of its dicts, a copy of that dict
 
 
-class Held:
+class ModuleContents:
     """Submodules, parameters and buffers of modules, by name. `whole`: with empty dicts, which a forward may fill."""
 
     __slots__ = ("buffers", "modules", "parameters")
 
     def __init__(self, modules: Iterable[nn.Module], whole: bool = False) -> None:
-        self.modules: HeldBy = []
-        self.parameters: HeldBy = []
-        self.buffers: HeldBy = []
+        self.modules: ModuleDicts = []
+        self.parameters: ModuleDicts = []
+        self.buffers: ModuleDicts = []
         for module in modules:
             filled = whole or _may_gain_items(type(module))  # type: ignore[arg-type]
             held: Any = module._modules
@@ -138,9 +138,9 @@ class Held:
             if (held := module._buffers) or filled:
                 self.buffers.append((module, held, dict(held)))
 
-    def as_of_now(self) -> Held:
+    def as_of_now(self) -> ModuleContents:
         """What the same dicts hold now."""
-        now = Held(())
+        now = ModuleContents(())
         for name in self.__slots__:
             setattr(now, name, [(module, held, dict(held)) for module, held, _ in getattr(self, name)])
         return now
@@ -164,7 +164,7 @@ class Snapshot:
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], inputs: Any, whole: bool = False, held: Held | None = None
+        self, modules: Iterable[nn.Module], inputs: Any, whole: bool = False, held: ModuleContents | None = None
     ) -> None:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.plain_modules: list[tuple[nn.Module, bool, int]] = []  # of torch: mode, number of attributes
@@ -178,7 +178,7 @@ class Snapshot:
         self._seen: set[int] = set()
         self.all_modules = list(modules)
         self.hooks = _hooks_among(self.all_modules)
-        self.held = Held(self.all_modules, whole) if held is None else held
+        self.held = ModuleContents(self.all_modules, whole) if held is None else held
         for _, _, buffers in self.held.buffers:
             self.memories.extend(filter(None, map(_memory_of, buffers.values())))
         for module in self.all_modules:
@@ -257,12 +257,12 @@ class Snapshot:
     def holding(self, modules: Iterable[nn.Module]) -> Snapshot:
         """The same snapshot, with these modules and the tensors that they hold now."""
         made = copy(self)
-        made.held = Held(modules, whole=True)
+        made.held = ModuleContents(modules, whole=True)
         return made
 
     def put_back(self, draws_on: bool = False) -> None:
         """Restores everything. `draws_on`: except numpy's and Python's generators."""
-        turn_back(self.flags)
+        restore_flags(self.flags)
         for module, attributes in self.attributes:
             now = vars(module)
             for key in now.keys() - attributes.keys() - self.skipped:
@@ -316,7 +316,7 @@ _fewest_attributes: dict[type, int] = {}  # by class of torch: of any module see
 _CONTAINER_MODULES = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def turn_back(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
+def restore_flags(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
     """Restores `requires_grad` of leaves."""
     for tensor, flag in flags:
         if tensor.is_leaf and tensor.requires_grad != flag:
@@ -442,7 +442,7 @@ class RngState:
     """The states of the global generators of torch, Python and numpy."""
 
     def __init__(self) -> None:
-        self.torch = users_state()
+        self.torch = user_generator_state()
         version, words, pending = random.getstate()
         self.python = version, array("I", words), pending  # a tenth of the size of a tuple of 625 numbers
         numpy = sys.modules.get("numpy")
@@ -514,7 +514,7 @@ class ModelState:
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         freeze_deep(inputs, tensors.append)
         self.leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
-        self.fused_steps = [FUSED.last_of(tensor) for tensor, _, _ in self.leaves]
+        self.fused_steps = [FUSED_STEPS.last_of(tensor) for tensor, _, _ in self.leaves]
 
     def put_back(self) -> None:
         """Restores everything but the generators."""
@@ -522,7 +522,7 @@ class ModelState:
             self.at_start.put_back()
         self.snapshot.put_back()
         for (tensor, flag, grad), step in zip(self.leaves, self.fused_steps, strict=True):
-            FUSED.put_back(tensor, step)
+            FUSED_STEPS.put_back(tensor, step)
             if not tensor.is_leaf and not tensor._is_view():  # a buffer that something differentiable was written to
                 tensor.detach_()
             if not tensor.is_leaf:

@@ -23,33 +23,34 @@ from attrs import frozen
 from torch import nn
 
 from .._ir.autograd import history_of, saved_below
-from .._ir.copies import writable_copy
-from .._ir.equality import attached, same_content
-from .._ir.model_state import NO_LOOK, PLAIN, PlaceNote, attribute_at, fused_steps, looks_at
+from .._ir.equality import python_attributes, same_content
+from .._ir.memory import storage_of, version_of, versions_of, writable_copy
+from .._ir.model_state import NO_RAW_STATE, PLAIN, PlaceNote, attribute_at, fused_steps, raw_states
 from .._ir.node import TensorSpec
-from .._ir.shared_memory import storage_of, version_of, versions_of
 from .._ir.torch_private import without_function_modes
 from .._ir.trees import ATOMS, freeze_deep, leaves, thaw
-from .._ir.write import take_step
+from .._ir.write import apply_view_step
 from .._replay.layout_guards import geometry
-from .aliasing import OUTSIDE, Alias, Storage
-from .provenance import Place, Provenance, path_to
+from .aliasing import MADE_OUTSIDE_TORCH, Alias, Storage
+from .provenance import ModuleTensors, Provenance, path_to
 from .recorder import Recorder
-from .recording import CallRecord, Freed, Recording, SourceRecord, ValueId, handles_in, reads_of
+from .recording import CallRecord, Freed, Recording, SourceRecord, ValueId, reads_of, value_ids_in
 from .snapshot import Snapshot
-from .user_code import code_of, is_only_fed, is_stored_first
+from .user_code import forward_code, is_assigned_first, is_write_only
 
 _MISSING = object()
 
 
-def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
+def changed_attributes(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
     """(module, key) of the attributes that hold other Python objects or content now, and that the code reads."""
     unlike = [where for where in recorder.recording.state.unlike if where[0] is not None]
     found = {(id(module), key): (module, key) for module, key in (*_changed_attributes(snapshot), *unlike)}
     if not found:
         return []
-    codes = code_of(recorder.recording.model, recorder.origins.modules)
-    return [(m, key) for m, key in found.values() if _is_of_user_class(vars(m).get(key)) or not is_only_fed(key, codes)]
+    codes = forward_code(recorder.recording.model, recorder.origins.modules)
+    return [
+        (m, key) for m, key in found.values() if _is_of_user_class(vars(m).get(key)) or not is_write_only(key, codes)
+    ]
 
 
 def _is_of_user_class(value: Any) -> bool:
@@ -109,7 +110,7 @@ LATE_WRITE = (
 IsMatch = Callable[[torch.Tensor], bool]
 
 
-def note_late_write(
+def check_late_write(
     recorder: Recorder, base: Storage, replaced: torch.Tensor | None = None, held: Collection[ValueId] = ()
 ) -> None:
     """Refuses gradients if a backward reads the memory that is written now. `replaced`: the object that gets other
@@ -127,7 +128,7 @@ def note_late_write(
         recording.autograd.forward_only.append(LATE_WRITE)
 
 
-def note_writes_from_outside(recorder: Recorder) -> None:
+def check_outside_writes(recorder: Recorder) -> None:
     """The same, at the end of the forward, for writes by numpy and its like. Values that nothing has read since are
     recorded as they were before.
     """
@@ -135,10 +136,10 @@ def note_writes_from_outside(recorder: Recorder) -> None:
     for base in list(memory.bases.values()):
         if base.exposed is not None and not same_content(base.root, base.exposed):
             memory.require_announced(base)
-            note_late_write(recorder, base)
+            check_late_write(recorder, base)
             memory.restore_exposed(base)
     for base, held in memory.external_writes:
-        note_late_write(recorder, base, held=held)
+        check_late_write(recorder, base, held=held)
 
 
 @frozen(eq=False)
@@ -216,7 +217,7 @@ class _SavedQuery:
 
 
 def _results(record: CallRecord) -> list[ValueId]:
-    return handles_in(record.returns)
+    return value_ids_in(record.returns)
 
 
 def _may_require_grad_in_replays(value: Any) -> bool:
@@ -234,7 +235,7 @@ Where = tuple[Any, str]  # module, and name or path of a tensor there
 FirstValues = dict[int, ValueId]  # by id of a tensor of the model: its value when first read
 
 
-def held(module: Any, key: str) -> torch.Tensor | None:
+def held_tensor(module: Any, key: str) -> torch.Tensor | None:
     """The parameter or buffer that a module has under this name now."""
     for tensors in (module._parameters, module._buffers):
         if key in tensors:
@@ -245,20 +246,20 @@ def held(module: Any, key: str) -> torch.Tensor | None:
 Counters = tuple[list[torch.Tensor], list[int]]
 
 
-def counters_of(origins: Provenance, snapshot: Snapshot) -> Counters:
+def version_counters(origins: Provenance, snapshot: Snapshot) -> Counters:
     """The tensors that the model holds as a forward begins, and their version counters."""
-    tensors = held_at_start(origins, snapshot)
+    tensors = tensors_at_start(origins, snapshot)
     return tensors, versions_of(tensors)
 
 
-def held_at_start(origins: Provenance, snapshot: Snapshot) -> list[torch.Tensor]:
+def tensors_at_start(origins: Provenance, snapshot: Snapshot) -> list[torch.Tensor]:
     """The parameters, buffers and other tensors that the modules had when the forward began."""
     buffers = [tensor for _, _, held in origins.begun for tensor in held.values()]
     others = [value for _, attributes in snapshot.attributes for value in attributes.values() if type(value) in PLAIN]
     return [tensor for tensor in (*origins.parameters_at_start, *buffers, *others) if tensor is not None]
 
 
-def require_seen(recorder: Recorder, counters: Counters) -> None:
+def require_writes_recorded(recorder: Recorder, counters: Counters) -> None:
     """Refuses a forward in which something unseen wrote or moved a tensor of the model before it was read."""
     tensors, then = counters
     if (now := versions_of(tensors)) == then:
@@ -284,7 +285,7 @@ def _is_recorded_write(recorder: Recorder, tensor: torch.Tensor, counter: int) -
     return base is not None and base.version > 0
 
 
-def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
+def record_changes(recorder: Recorder, snapshot: Snapshot) -> None:
     """Records which parameters, buffers and other tensors of the model have changed since the start."""
     recording, memory = recorder.recording, recorder.memory
     same = recorder.origins.same_parameters()
@@ -294,7 +295,7 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
     live = memory.live
     for source in list(sources):
         if source.kind == "parameter":
-            now = held(*source.where)
+            now = held_tensor(*source.where)
             if now is not source.tensor or live.get(id(now)) != source.returns:
                 _compare(recorder, source.where, source.tensor, now, first_values)
     if not unwritten:
@@ -302,7 +303,7 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
     for module, _, buffers in recorder.origins.begun:
         tensors = module._buffers
         for key, first in buffers.items():
-            now = held(module, key) if key in tensors else None
+            now = held_tensor(module, key) if key in tensors else None
             known = first_values.get(id(now)) if now is first else None
             if (now is not first or not unwritten) and (known is None or live.get(id(now)) != known):
                 _compare(recorder, (module, key), first, now, first_values)
@@ -314,8 +315,10 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
         _compare_moved_modules(recorder)
     if recorder.leaves_changes:
         made = (*recorder.origins.born(same), *_new_attributes(snapshot))
-        codes = code_of(recording.model, recorder.origins.modules) if made else []
-        recording.state.born.extend(where for where in made if not is_stored_first(where[1], codes))  # it may be tested
+        codes = forward_code(recording.model, recorder.origins.modules) if made else []
+        recording.state.born.extend(
+            where for where in made if not is_assigned_first(where[1], codes)
+        )  # it may be tested
         recording.state.rearranged.extend(rearranged)
     _compare_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], first_values)
 
@@ -332,7 +335,7 @@ def _compare_replaced_parameters(recorder: Recorder, sources: list[SourceRecord]
     seen = {_key(source.where) for source in sources if source.kind == "parameter"}
     for module, key, first in recorder.origins.parameters_elsewhere():
         if (id(module), key) not in seen:
-            _compare(recorder, (module, key), first, held(module, key), first_values)
+            _compare(recorder, (module, key), first, held_tensor(module, key), first_values)
     for module, key, now in recorder.origins.new_parameters():
         _compare(recorder, (module, key), None, now, first_values)
 
@@ -356,7 +359,7 @@ def _compare_moved_modules(recorder: Recorder) -> None:
                 recording.state.moved[where] = tensor
 
 
-def _replaced_modules(first: Place | None, now: Place | None) -> Iterator[nn.Module]:
+def _replaced_modules(first: ModuleTensors | None, now: ModuleTensors | None) -> Iterator[nn.Module]:
     """The modules at an address, then and now, if they differ."""
     if first is None or now is None or first[0] is not now[0]:
         yield from (place[0] for place in (first, now) if place is not None)
@@ -406,7 +409,7 @@ def _differs_beyond_content(recorder: Recorder, first: torch.Tensor, now: torch.
     """True if Python code may notice the replacement by something that no State node holds: class and attributes of a
     tensor that the forward read; everything but content of one that it did not.
     """
-    if type(first) is not type(now) or attached(first) != attached(now):
+    if type(first) is not type(now) or python_attributes(first) != python_attributes(now):
         return True
     if is_read:
         return False
@@ -429,7 +432,7 @@ def _final_value(recorder: Recorder, now: torch.Tensor, is_same: bool) -> ValueI
     return recorder.read(now) if base is not None and base.version else None
 
 
-def keep_by_value(recorder: Recorder) -> None:
+def copy_changed_state(recorder: Recorder) -> None:
     """Copies what stood before and stands now where the forward wrote: the model will write there again."""
     recording, memory = recorder.recording, recorder.memory
     if not recording.state.changes and not recording.state.removed:
@@ -458,24 +461,24 @@ def keep_by_value(recorder: Recorder) -> None:
             memory.copy_on_write(known.base)
         elif where[0] is None and id(now) in begun:
             continue  # it was part of the model before
-        elif where[0] is None or _key(where) in read or held(*where) is not None:  # else: a stashed activation
+        elif where[0] is None or _key(where) in read or held_tensor(*where) is not None:  # else: a stashed activation
             if isinstance(known, Alias) and id(known.base.root) not in begun:
                 memory.copy_on_write(known.base)  # its sources share that memory
             else:
                 _keep_copy(recorder, handle)
 
 
-def keep_arrays(recorder: Recorder) -> None:
+def copy_exposed_memory(recorder: Recorder) -> None:
     """Copies what shares memory with numpy arrays and their like: their owner may write there unnoticed."""
     recording, memory = recorder.recording, recorder.memory
     for record in recording.records if memory.bases else ():  # an exposed tensor has a base
-        if type(record) is SourceRecord and record.where == OUTSIDE:
+        if type(record) is SourceRecord and record.where == MADE_OUTSIDE_TORCH:
             known = memory.live.get(id(record.tensor))
             if isinstance(known, Alias):
                 memory.copy_on_write(known.base)
 
 
-def output_by_value(recorder: Recorder, output: Any) -> Any:
+def copy_aliased_output(recorder: Recorder, output: Any) -> Any:
     """The output of the model, with copies of what lies in memory that its next forward writes."""
     recording = recorder.recording
     if not recorder.leaves_changes or not (recording.state.changes or recording.state.removed):
@@ -523,7 +526,7 @@ def tensor_at(where: Where) -> torch.Tensor | None:
     module, key = where
     if not isinstance(module, nn.Module):
         return None
-    return now if (now := held(module, key)) is not None else attribute_at(vars(module), key)
+    return now if (now := held_tensor(module, key)) is not None else attribute_at(vars(module), key)
 
 
 def _keep_copy(recorder: Recorder, handle: ValueId) -> None:
@@ -541,7 +544,7 @@ def _keep_copy(recorder: Recorder, handle: ValueId) -> None:
     recording.versions[handle] = version_of(recording.values[handle])
 
 
-def take_lent(recorder: Recorder) -> None:
+def record_state_in_inputs(recorder: Recorder) -> None:
     """Records which tensors of the model that the forward wrote lie in the memory of an input."""
     recording, memory = recorder.recording, recorder.memory
     recording_value = lambda leaf: recording.values[leaf] if type(leaf) is ValueId else leaf  # noqa: E731
@@ -557,11 +560,11 @@ def take_lent(recorder: Recorder) -> None:
         with torch.no_grad():
             first = writable_copy(recording.values[known.base.first].detach())
             for step in known.steps:
-                first = take_step(first, thaw(step, recording_value))
+                first = apply_view_step(first, thaw(step, recording_value))
         recording.state.in_inputs.append((where, source.returns, first))
 
 
-def keep_inputs(recording: Recording) -> None:
+def detach_inputs(recording: Recording) -> None:
     """Stores inputs as tensors of our own: `x.data = other` gives the user's tensor other memory."""
     values = recording.values
     is_input = lambda record: type(record) is SourceRecord and record.kind == "input"  # noqa: E731
@@ -575,20 +578,20 @@ def _is_at_module(record: SourceRecord) -> bool:
     return record.kind not in ("input", "constant") and isinstance(record.where[0], nn.Module)
 
 
-def note_places(recorder: Recorder) -> None:
+def record_places(recorder: Recorder) -> None:
     """Records where the model holds what the forward read or wrote, and what stands there."""
     recording = recorder.recording
     recording.state.fused_steps = fused_steps()
     sources = [record for record in recording.records if type(record) is SourceRecord]
     found = [record for record in sources if record[0] == "parameter" or _is_at_module(record)]
-    looks = looks_at([record.tensor for record in found])
+    looks = raw_states([record.tensor for record in found])
     others: list[PlaceNote] = []
     begun = recorder.origins.begun_by_module if recording.state.changes or recording.state.removed else {}
     for where in (*[where for where, _ in recording.state.changes], *recording.state.removed):
         module, key = where
         if isinstance(module, nn.Module):
             own = key in module._buffers or key in module._parameters or key in begun.get(id(module), ())
-            others.append((where, "buffer" if own else "attribute", None, NO_LOOK))
+            others.append((where, "buffer" if own else "attribute", None, NO_RAW_STATE))
     recording.state.places = lambda: (
         *[(record.where, record.kind, record.tensor, look) for record, look in zip(found, looks(), strict=True)],
         *others,

@@ -32,7 +32,7 @@ class Forward(Protocol):
     def met_another_thread(self) -> None: ...
 
 
-class Elsewhere:
+class ForwardThreads:
     """One forward, and how many of its jobs run in other threads."""
 
     def __init__(self, forward: Forward | None) -> None:
@@ -47,7 +47,7 @@ class Elsewhere:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                with following(self), _JobMode(self, site):
+                with belonging_to(self), _JobMode(self, site):
                     return job(*args, **kwargs)
             finally:
                 self.running_jobs -= 1
@@ -72,7 +72,7 @@ class Elsewhere:
 class _JobMode(TorchFunctionMode):
     """Sees what a job reads."""
 
-    def __init__(self, elsewhere: Elsewhere, site: Any) -> None:
+    def __init__(self, elsewhere: ForwardThreads, site: Any) -> None:
         super().__init__()
         self.elsewhere, self.site = elsewhere, site
 
@@ -83,11 +83,11 @@ class _JobMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_stacks: dict[int, list[Elsewhere]] = {}  # by thread, the innermost last
+_stacks: dict[int, list[ForwardThreads]] = {}  # by thread, the innermost last
 
 
 @contextmanager
-def following(elsewhere: Elsewhere) -> Iterator[None]:
+def belonging_to(elsewhere: ForwardThreads) -> Iterator[None]:
     """While what this thread does with other threads belongs to a forward."""
     here = get_ident()
     stack = _stacks.setdefault(here, [])
@@ -110,17 +110,17 @@ def _leave(here: int, depth: int) -> None:
 
 
 @contextmanager
-def followed(forward: Forward) -> Iterator[None]:
+def running_forward(forward: Forward) -> Iterator[None]:
     """While the forward runs in this thread."""
-    elsewhere = Elsewhere(forward)
+    elsewhere = ForwardThreads(forward)
     try:
-        with following(elsewhere):
+        with belonging_to(elsewhere):
             yield
     finally:
         elsewhere.forward = None
 
 
-def _current() -> Elsewhere | None:
+def _current() -> ForwardThreads | None:
     """The forward of this thread, unless it is handing over a job just now."""
     here = get_ident()
     stack = _stacks.get(here)
@@ -130,7 +130,7 @@ def _current() -> Elsewhere | None:
 _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
-def behind_the_library(frame: FrameType) -> FrameType:
+def frame_outside_stdlib(frame: FrameType) -> FrameType:
     """The first frame outwards that is not in the standard library: `Queue.put` is."""
     found: FrameType | None = frame
     while found is not None:

@@ -22,11 +22,11 @@ from attrs import frozen
 from torch import nn
 from torch.autograd import forward_ad
 
-from .._ir.node import ITSELF
-from .._ir.ops import Quirk, info
-from .._ir.runtime import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
-from .._ir.settings import SMALLEST
-from .._ir.shared_memory import version_of
+from .._ir.memory import version_of
+from .._ir.node import SAME_TENSOR
+from .._ir.ops import Quirk, op_info
+from .._ir.runtime import alias, deepcopied, exception_name, exception_text, read_in_another_thread, what_is_raised
+from .._ir.settings import SMALLEST_NORMAL
 from .._ir.torch_private import (
     OpOverload,
     TransformType,
@@ -43,33 +43,39 @@ from .._ir.torch_private import (
     without_function_modes,
 )
 from .._ir.trees import ATOMS, freeze, freeze_deep, thaw
-from .._replay.flag_guards import SOME, WALK, in_short
+from .._replay.flag_guards import NOT_NONE, WALK, plain_answer
 from ..errors import ReplaylensError, UnannouncedWrite
 from .aliasing import Alias
-from .bytecode import asks_for_none, is_torch_code, keeps_exceptions, rebinds
-from .custom_functions import BOUND_BEFORE, apply_call
+from .autograd_effects import HOOK_ON_STEP, record_hook, set_requires_grad
+from .custom_functions import APPLY_BOUND_BEFORE, apply_call
 from .dispatch import Handling, Rule, rule_of
-from .grad_hooks import HOOK_ON_STEP, hook
-from .leaf_flags import turn
 from .opaque_regions import AtenWatch, backward_call, differentiate_call, run_opaque
-from .output_aliases import ALONE, BARE, GIVEN, objects_held, references_of, renewed
-from .provenance import Moment, Provenance, is_older
+from .output_aliases import (
+    CALLER_REFERENCES,
+    LISTED_REFERENCES,
+    NAME_REFERENCES,
+    references_of,
+    replace_tensors,
+    template_references,
+)
+from .provenance import Provenance, StartMark, is_older
 from .questions import next_functions, shows_flags
 from .recorder import Recorder, RetraceAtDispatch, ThreadRead, first_user_frame, tensors_in
 from .recording import (
     PLAIN,
     CallRecord,
+    CodePosition,
     GuardRecord,
     Recording,
     ScopeRecord,
-    Site,
     SourceRecord,
     ValueId,
-    handles_in,
-    parts_of,
+    value_ids_in,
+    value_ids_with_paths,
 )
 from .scopes import model_frames, user_frame
-from .threads import behind_the_library
+from .threads import frame_outside_stdlib
+from .user_code import is_torch_code, keeps_exceptions, rebinds, tests_for_none
 from .writes import assign, reshape, resize, write
 
 _opened: dict[Any, Callable[..., Any]] = {}
@@ -119,10 +125,10 @@ _Tensor, _Parameter = torch.Tensor, nn.Parameter
 class Tracer(Recorder):
     """The capture of one thread."""
 
-    alone = ALONE  # references to an output that the module has not kept
+    alone = LISTED_REFERENCES  # references to an output that the module has not kept
     has_substitutes = False
 
-    def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
+    def __init__(self, recording: Recording, origins: Provenance, date: StartMark, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.watch = AtenWatch(self) if deep else None
         self.called_at: tuple[CodeType, int] = (Tracer.__init__.__code__, 0)  # the line of the last module's call
@@ -245,7 +251,7 @@ class Tracer(Recorder):
         out = func(*args)
         took = _now() - start
         is_plain = not (_inference() or _autocast() or _saved_hooks(False)) and _dispatch_modes() == self.outer_modes
-        is_plain = is_plain and SMALLEST * 0.5 != 0.0 and _dtype() is self.recording.default_dtype
+        is_plain = is_plain and SMALLEST_NORMAL * 0.5 != 0.0 and _dtype() is self.recording.default_dtype
         is_plain = is_plain and (rule.is_usual is None or rule.is_usual())
         context = self.plain_contexts[_grad_enabled()] if is_plain else self.context()
         recording = self.recording
@@ -298,7 +304,7 @@ class Tracer(Recorder):
             return text
         given, made = self.flag_of("grad_fn", _GRAD_FN, tensor), tensor.grad_fn
         self.ask("flags", _requires_grad, (tensor,), {}, self.flag_of("requires_grad", _requires_grad, tensor))
-        self.ask("flags", _GRAD_FN, (tensor,), {}, in_short(given))
+        self.ask("flags", _GRAD_FN, (tensor,), {}, plain_answer(given))
         if made is None or given is made:
             return text
         now = "requires_grad=True" if given is None else f"grad_fn=<{type(given).__name__}>"
@@ -310,7 +316,7 @@ class Tracer(Recorder):
             return func(*args, **kwargs)
         reads = [self.read(tensor)]
         result = func(*args, **kwargs)
-        is_content_read = not info(func).has(Quirk.TELLS_ADDRESS)
+        is_content_read = not op_info(func).has(Quirk.TELLS_ADDRESS)
         if is_content_read:
             self.guard(torch.Tensor.numpy if rule.kind == "numpy" else func, reads, {}, None, False)
         self.memory.expose(tensor, is_content_read)
@@ -336,17 +342,17 @@ class Tracer(Recorder):
             with without_function_modes(), self.beneath_leaf():
                 reads, named = self.read_all(args, kwargs)
                 again = what_is_raised(func, *args, **kwargs) if rule.how is not Handling.OPAQUE else error
-                if kind_of(again) != kind_of(error):
+                if exception_name(again) != exception_name(error):
                     self._ask_flags_of(tensors_in(args, kwargs))
                     return
         except (ReplaylensError, RetraceAtDispatch) as refusal:
             self.refused = self.refused or refusal
             return
         kept = any(keeps_exceptions(frame.f_code) for frame in model_frames(_frame(2)))
-        if kept and message_of(again) == message_of(error):
-            self.guard(func, reads, named, message_of(error), True, "message")
+        if kept and exception_text(again) == exception_text(error):
+            self.guard(func, reads, named, exception_text(error), True, "message")
         else:
-            self.guard(func, reads, named, kind_of(error), True, "exception")
+            self.guard(func, reads, named, exception_name(error), True, "exception")
 
     def _ask_flags_of(self, tensors: list[torch.Tensor]) -> None:
         """An exception came of flags or memory layout, not of content: record those as asked by the model."""
@@ -384,7 +390,7 @@ class Tracer(Recorder):
             return result
         handle = self.recording.keep(result)
         self.memory.register(result, handle)
-        self.append(copied, Rule(Handling.LEAF, "clone"), [source], {}, handle, self.site(), None, False)
+        self.append(deepcopied, Rule(Handling.LEAF, "clone"), [source], {}, handle, self.site(), None, False)
         return result
 
     def _special_asks_layout(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -403,7 +409,7 @@ class Tracer(Recorder):
         while getattr(func, "__code__", None) is not None and frame.f_code in (func.__code__, _HANDLES.__code__):
             frame = frame.f_back  # written in Python: the frame is its own
         code = frame.f_code
-        reads_flags = info(code.co_name).has(Quirk.HANDS_ON_FLAGS)
+        reads_flags = op_info(code.co_name).has(Quirk.HANDS_ON_FLAGS)
         if reads_flags and not (_grad_enabled() or self.recording.ambient[0]):
             self.recording.autograd.forward_only.append(
                 f"`{code.co_name}`: it was told that no gradient will be asked for."
@@ -411,9 +417,9 @@ class Tracer(Recorder):
         if reads_flags or shows_flags(code) or not is_torch_code(code):
             if rule.kind == "grad_fn" and not _STEP_HOOKS.isdisjoint(code.co_names):
                 self.recording.autograd.forward_only.append(HOOK_ON_STEP)
-            known = in_short(answer)
-            if known not in (True, False) and asks_for_none(code, frame.f_lasti):
-                known = SOME
+            known = plain_answer(answer)
+            if known not in (True, False) and tests_for_none(code, frame.f_lasti):
+                known = NOT_NONE
             self.ask("flags", func, args[:1], {}, known)
             if rule.kind == "grad_fn" and WALK in code.co_names:
                 self.ask_history(args[0])
@@ -421,7 +427,7 @@ class Tracer(Recorder):
 
     def ask_history(self, tensor: torch.Tensor) -> None:
         """The model goes back through the history of a tensor."""
-        self.ask("flags", next_functions, (tensor,), {}, in_short(next_functions(tensor)))
+        self.ask("flags", next_functions, (tensor,), {}, plain_answer(next_functions(tensor)))
 
     def flag_of(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
         """What autograd knows of a tensor; of an alias that stands for an object, what it knows of the object."""
@@ -465,10 +471,10 @@ class Tracer(Recorder):
         return func(*args, **kwargs)
 
     def _special_hook(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return hook(self, func, args, kwargs)
+        return record_hook(self, func, args, kwargs)
 
     def _special_turn(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return turn(self, func, args, kwargs)
+        return set_requires_grad(self, func, args, kwargs)
 
     # -- regions: functorch, scripts, everything -----------------------------------------------------------------------
 
@@ -480,9 +486,9 @@ class Tracer(Recorder):
                 self.watch = AtenWatch(self)
                 self.watch.__enter__()
         if func is torch.Tensor.contiguous and (plain := _beneath(args[0])).is_contiguous(*args[1:], **(kwargs or {})):
-            self.ask("layout", func, (plain, *args[1:]), kwargs, ITSELF)  # it makes no ATen call
+            self.ask("layout", func, (plain, *args[1:]), kwargs, SAME_TENSOR)  # it makes no ATen call
         self.differentiating = _is_differentiating()
-        if info(func).has(Quirk.FOLDS_BY_FLAGS):
+        if op_info(func).has(Quirk.FOLDS_BY_FLAGS):
             self._ask_folds(args)
         return func(*args, **kwargs)
 
@@ -541,7 +547,7 @@ class Tracer(Recorder):
             if type(handle) is ValueId and count != records and not self.is_special and _references(out) <= self.alone:
                 recording.scope_outputs.append((index, handle, count, ()))
                 return out
-            beyond = _references(out) - BARE
+            beyond = _references(out) - NAME_REFERENCES
             with self.beneath_leaf():
                 self.called_at = (frame.f_code, frame.f_lasti)
                 out, tree, shared = self._module_output((args, kwargs), out, records, beyond)
@@ -586,25 +592,25 @@ class Tracer(Recorder):
         tree = freeze_deep(out, self._handed_out)
         beyond += self.own_references(out) - before if is_tensor else 0
         names = _Renaming(self, tree, given, records)
-        held = objects_held(tree)
+        held = template_references(tree)
         self.in_trees.update(held)
         beyond += held[id(out)]
         with without_function_modes():  # the model did not ask this
             is_whole = self.recording.scopes[self.scope].module is self.origins.root
             if not is_whole and len(set(names.known)) < len(names.known):
-                renewed(out, beyond, _Looking(names), self.in_trees)
-            new = renewed(out, beyond, names, self.in_trees) if names.known and not is_whole else out
+                replace_tensors(out, beyond, _Looking(names), self.in_trees)
+            new = replace_tensors(out, beyond, names, self.in_trees) if names.known and not is_whole else out
         if new is not out or names.made:
-            self.in_trees.subtract(objects_held(tree))
+            self.in_trees.subtract(template_references(tree))
             tree = freeze_deep(new, self._handed_out)
-            self.in_trees.update(objects_held(tree))
+            self.in_trees.update(template_references(tree))
         if not is_whole and len(set(names.known)) < len(names.known):
             self._note_twice(tree)
         return new, tree, tuple(names.shared)
 
     def _note_twice(self, tree: Any) -> None:
         """A module returned one tensor twice: note its memory, to see later whether that is written."""
-        count = Counter(handles_in(tree))
+        count = Counter(value_ids_in(tree))
         for handle in [handle for handle, times in count.items() if times > 1]:
             known = self.memory.live.get(id(self.recording.values[handle]))
             first = known.base.first if isinstance(known, Alias) else handle
@@ -665,11 +671,11 @@ class Tracer(Recorder):
         """A custom function runs whose `apply` torch does not show: its body is recorded, its backward is not."""
         differentiates = torch.is_grad_enabled() or not self.recording.ambient[0]
         if differentiates and not self.in_leaf:
-            self.recording.autograd.forward_only.append(BOUND_BEFORE.format(name=kind.__name__))
+            self.recording.autograd.forward_only.append(APPLY_BOUND_BEFORE.format(name=kind.__name__))
 
-    def handing_over(self) -> Site:
+    def handing_over(self) -> CodePosition:
         """The line that starts or wakes another thread."""
-        return self.line(behind_the_library(first_user_frame(_frame(1))))
+        return self.line(frame_outside_stdlib(first_user_frame(_frame(1))))
 
     def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]:
         """Note a torch call that a job of the forward's makes in another thread. Nothing is recorded yet: what the
@@ -693,7 +699,9 @@ class Tracer(Recorder):
         found: dict[ValueId | None, tuple[ThreadRead, list[ValueId]]] = {}
         for read in self.elsewhere:
             if read.tensor is None:
-                handles = [handle for record in records[: read.position] for _, handle in parts_of(record.returns)]
+                handles = [
+                    handle for record in records[: read.position] for _, handle in value_ids_with_paths(record.returns)
+                ]
                 found[None] = read, list(dict.fromkeys(handles))
             elif read.handle is not None or self.origins.own_among(read.tensor):
                 handle = read.handle if read.handle is not None else self.read(read.tensor)
@@ -748,7 +756,7 @@ class _Renaming:
 
     def __init__(self, tracer: Tracer, tree: Any, given: Any, records: int) -> None:
         self.tracer, self.given, self.records = tracer, given, records
-        self.known = handles_in(tree)
+        self.known = value_ids_in(tree)
         self.made: dict[int, torch.Tensor] = {}
         self.shared: list[ValueId] = []  # in containers that others hold as well
         self.copies: dict[int, Any] = {}  # of such containers, by id
@@ -795,12 +803,17 @@ class _Renaming:
     def is_given_over(self, tensor: torch.Tensor, handle: ValueId, held: int) -> bool:
         """True if the module wrote its only argument and returned it, and only the caller holds it."""
         args, kwargs = self.given
-        if held > GIVEN or kwargs or len(args) != 1 or args[0] is not tensor:
+        if held > CALLER_REFERENCES or kwargs or len(args) != 1 or args[0] is not tensor:
             return False
         new = self.tracer.recording.records[self.records :]
-        if not any(handle == one for call in new if isinstance(call, CallRecord) for _, one in parts_of(call.returns)):
+        if not any(
+            handle == one
+            for call in new
+            if isinstance(call, CallRecord)
+            for _, one in value_ids_with_paths(call.returns)
+        ):
             return False
-        return held < GIVEN or rebinds(*self.tracer.called_at)
+        return held < CALLER_REFERENCES or rebinds(*self.tracer.called_at)
 
     def _handing(self, tensor: torch.Tensor, handle: ValueId) -> torch.Tensor:
         made = self.tracer.output_alias(tensor, self.known.index(handle))

@@ -29,34 +29,42 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._ir.autograd import standing
-from .._ir.ops import Quirk, info, stems
-from .._ir.runtime import clear, fill, fill_new, fills_memory, resized
-from .._ir.shared_memory import fills_its_memory, storage_of, version_of
+from .._ir.autograd import with_history_of
+from .._ir.memory import is_dense, storage_of, version_of
+from .._ir.ops import Quirk, op_info, stems
+from .._ir.runtime import fill_new, fill_uninitialized, fills_uninitialized, resized, zero_uninitialized
 from .._ir.target import Target
 from .._ir.torch_private import OpOverload, OpOverloadPacket, kernels
 from .._ir.trees import Branch, freeze
-from .._ir.write import Derived, Hole, Nth, WriteArguments, Written, mutate, packed, unpacked
+from .._ir.write import (
+    DerivedView,
+    Hole,
+    TargetIndex,
+    WriteArguments,
+    WriteResults,
+    mutate,
+    packed_place,
+    unpacked_place,
+)
 from ..errors import CaptureError, ReplaylensError
 from .aliasing import (
-    FORKED,
-    OUTSIDE,
+    FORKED_HISTORY,
+    MADE_OUTSIDE_TORCH,
     Alias,
     CopiedBeforeWrite,
     Storage,
     filled_hole,
     geometry_step,
-    may_flow,
+    may_have_gradient,
     may_overlap,
-    step_tree,
+    packed_step,
 )
-from .checkpoints import beneath_checkpoint
+from .autograd_effects import called_by_checkpoint, set_requires_grad
 from .dispatch import Handling, Rule
-from .leaf_flags import turn
-from .recorder import Recorder, geometry_of, number_parts, tensors_in
+from .recorder import Recorder, geometry_of, result_tree, tensors_in
 from .recording import PLAIN, CallRecord, SourceRecord, ValueId
-from .rng import as_drawn
-from .state_changes import note_late_write
+from .rng import recorded_generator
+from .state_changes import check_late_write
 
 _FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _DIFFERENTIABLE = _FLOATS | {torch.complex64, torch.complex128}
@@ -68,7 +76,7 @@ def functional_variant_of(
     func: Any, args: Any, kwargs: Any, target: torch.Tensor, others: list[torch.Tensor]
 ) -> FunctionalVariant | None:
     """A pure call that gives the same bits as the write leaves in its target; None if there is none."""
-    op = info(func)
+    op = op_info(func)
     name = op.name
     if isinstance(func, (OpOverload, OpOverloadPacket)) or kwargs.get("out") is not None:
         return None
@@ -118,16 +126,16 @@ def _is_complex(args: Any, kwargs: Any) -> bool:
     return any(isinstance(value, complex) for value in (*args, *kwargs.values()))
 
 
-WRITTEN_STANDING = (
+WRITTEN_THROUGH_DATA = (
     "a write through a tensor that was given other memory by `.data =`: where its gradient goes cannot be said. Write "
     "before the assignment, or assign a copy."
 )
 FunctionalCall = tuple[Any, list[Any], dict[str, Any]]  # a pure function, its arguments, its keywords
 _grad_enabled = torch.is_grad_enabled
-_DETACH = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), True)
+_DETACH = packed_step(torch.Tensor.detach, (Hole.HERE,), None, (), True)
 
 
-class Writing(NamedTuple):
+class WriteCall(NamedTuple):
     """A call that writes: its arguments, and the memory that it writes."""
 
     func: Any
@@ -139,11 +147,11 @@ class Writing(NamedTuple):
     bases: list[Storage]  # their storages, each once
 
     @staticmethod
-    def of(recorder: Recorder, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Writing:
+    def of(recorder: Recorder, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> WriteCall:
         targets = list({id(target): target for target in targets}.values())
         aliases = [recorder.memory.alias_of(target) for target in targets]
         bases = list({id(alias.base): alias.base for alias in aliases}.values())
-        return Writing(func, args, kwargs, tensors_in(args, kwargs), targets, aliases, bases)
+        return WriteCall(func, args, kwargs, tensors_in(args, kwargs), targets, aliases, bases)
 
 
 def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
@@ -165,7 +173,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
     tensors = tensors_in(args, kwargs)
     for tensor in tensors:
         recorder.read(tensor)
-    writing = Writing.of(recorder, func, args, kwargs, targets)
+    writing = WriteCall.of(recorder, func, args, kwargs, targets)
     targets, aliases, bases = writing.targets, writing.aliases, writing.bases
     site = recorder.site()
     draw = recorder.draws.around(rule.may_draw, func, args, kwargs)
@@ -177,7 +185,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
     if recorder.memory.unseen_alias is not None:
         recorder.refuse_unseen_write(recorder.memory.unseen_alias)
     if any(map(_keeps_old_history, [step for alias in aliases for step in alias.steps])):
-        recorder.recording.autograd.forward_only.append(WRITTEN_STANDING)
+        recorder.recording.autograd.forward_only.append(WRITTEN_THROUGH_DATA)
     for base in bases:  # an unseen write, which this one would hide
         if base.counter is not None and version_of(base.root) != base.counter:
             recorder.refuse_unseen_write(base.root)
@@ -187,7 +195,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
             "A program cannot express that both change. Make the sparse tensor from a copy (`values.clone()`).",
         )
     for base in {id(alias.base): alias.base for alias in aliases if _is_data_alias(alias)}.values():
-        note_late_write(recorder, base)
+        check_late_write(recorder, base)
     _note_forks(recorder, writing)
     record = write_record(recorder, writing, draw.draws is not None)
     geometry = [geometry_of(target) for target in targets]
@@ -213,7 +221,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
     return out
 
 
-def _note_forks(recorder: Recorder, writing: Writing) -> None:
+def _note_forks(recorder: Recorder, writing: WriteCall) -> None:
     """A write through a detached alias gives memory two gradient histories: the alias's, and that of its base. Mark
     such storages, and refuse gradients where one is used.
     """
@@ -222,17 +230,17 @@ def _note_forks(recorder: Recorder, writing: Writing) -> None:
     there = [recorder.memory.alias_of(tensor) for tensor in tensors if recorder.base_of(tensor) in bases]
     detached = [alias for alias in there if alias.is_detached]
     if any(alias.base.is_forked for alias in detached):  # it is regenerated from the base, to be written
-        recording.autograd.forward_only.append(FORKED)
+        recording.autograd.forward_only.append(FORKED_HISTORY)
     written = [alias for alias in detached if any(alias.tensor is target for target in writing.targets)]
     if written and (_grad_enabled() or not recording.ambient[0]):
         others = [t for t in tensors if not any(t is alias.tensor for alias in detached)]
-        if any(may_flow(recording, recorder.read(tensor)) for tensor in others):
+        if any(may_have_gradient(recording, recorder.read(tensor)) for tensor in others):
             for alias in written:
                 alias.base.is_forked = True
 
 
 def _keeps_old_history(step: Any) -> bool:
-    return unpacked(step).function.function is standing
+    return unpacked_place(step).function.function is with_history_of
 
 
 def _without_history(steps: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -242,10 +250,12 @@ def _without_history(steps: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _is_data_alias(alias: Alias) -> bool:
     """True for `x.data`: torch does not count writes through it."""
-    return any(getattr(unpacked(step).function.function, "__self__", None) is torch.Tensor.data for step in alias.steps)
+    return any(
+        getattr(unpacked_place(step).function.function, "__self__", None) is torch.Tensor.data for step in alias.steps
+    )
 
 
-def write_record(recorder: Recorder, writing: Writing, may_draw: bool) -> WriteArguments | FunctionalCall:
+def write_record(recorder: Recorder, writing: WriteCall, may_draw: bool) -> WriteArguments | FunctionalCall:
     """What the pure call reads, before the write: the arguments of `mutate`, or a call of the functional variant."""
     func, args, kwargs, tensors, targets, aliases, bases = writing
     shared = [t for t in tensors if recorder.base_of(t) in bases and not any(t is x for x in targets)]
@@ -265,14 +275,14 @@ def write_record(recorder: Recorder, writing: Writing, may_draw: bool) -> WriteA
     def leaf(tensor: torch.Tensor) -> Any:
         for number, one in enumerate(viewed):
             if tensor is one:
-                return packed(Nth(number))
+                return packed_place(TargetIndex(number))
         base = recorder.base_of(tensor)
         if base is not None and id(base) in numbers and not recorder.memory.alias_of(tensor).steps:
-            return packed(Derived(numbers[id(base)], ()))
+            return packed_place(DerivedView(numbers[id(base)], ()))
         return recorder.read(tensor)
 
     tree = Branch(dict, tuple([freeze(value, leaf) for value in kwargs.values()]), tuple(kwargs))
-    written = tuple([packed(Derived(numbers[id(e.base)], _without_history(e.steps))) for e in aliases])
+    written = tuple([packed_place(DerivedView(numbers[id(e.base)], _without_history(e.steps))) for e in aliases])
     return WriteArguments(
         function=Target.of(func),
         bases=tuple([base.handle for base in bases]),
@@ -336,7 +346,7 @@ def _repeats_elements(tensor: torch.Tensor) -> bool:
 def append_write(
     recorder: Recorder,
     rule: Rule,
-    writing: Writing,
+    writing: WriteCall,
     record: WriteArguments | FunctionalCall,
     out: Any,
     site: Any,
@@ -348,7 +358,7 @@ def append_write(
     for base in writing.bases:
         recorder.memory.note_write(base, recorder.recording.keep(base.root), not recorder.in_aten)
     whole = tuple([base.handle for base in writing.bases])
-    if beneath_checkpoint():
+    if called_by_checkpoint():
         again = {id(base.root): None for base in writing.bases}
         recorder.recording.checkpoints.written.update(again | dict.fromkeys(whole))
     views = _new_values(recorder, writing.targets, writing.aliases)
@@ -357,13 +367,13 @@ def append_write(
         recorder.append(function, rule, reads, named, whole[0], site, key, False, writing.func)
         return
     fresh: dict[int, ValueId] = {}
-    besides = number_parts(out, partial(_fresh_result, recorder, writing.tensors, fresh), ())
+    besides = result_tree(out, partial(_fresh_result, recorder, writing.tensors, fresh), ())
 
     def seen(tensor: torch.Tensor) -> Any:
         return fresh.get(id(tensor)) or recorder.read(tensor)
 
     result = freeze(out, seen) if tensors_in((out,), {}) else (views[0] if len(views) == 1 else views)
-    reads, returns = list(_with_generator(record, key)), tuple(Written(besides, views, whole))
+    reads, returns = list(_with_generator(record, key)), tuple(WriteResults(besides, views, whole))
     kind, scope, inside, took = rule.kind, recorder.scope, recorder.differentiating, recorder.took
     context = recorder.context()
     made = CallRecord(mutate, kind, reads, {}, returns, context, scope, site, key, False, result, (), inside, took)
@@ -406,11 +416,13 @@ def _with_generator(record: WriteArguments, key: str | None) -> WriteArguments:
     words = record.kwargs
     if key is None or "generator" not in (words.keys or ()):
         return record
-    items = [as_drawn(v, key) if k == "generator" else v for k, v in zip(words.keys, words.items, strict=True)]
+    items = [
+        recorded_generator(v, key) if k == "generator" else v for k, v in zip(words.keys, words.items, strict=True)
+    ]
     return record._replace(kwargs=Branch(dict, tuple(items), words.keys))
 
 
-def _reallocated(recorder: Recorder, rule: Rule, writing: Writing, out: Any, site: Any) -> Any:
+def _reallocated(recorder: Recorder, rule: Rule, writing: WriteCall, out: Any, site: Any) -> Any:
     """`out=` of another size: torch gave it new memory, so it is an output like any other."""
     given = writing.kwargs.get("out")
     outs = list(given) if isinstance(given, (tuple, list)) else [given]
@@ -447,7 +459,7 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
     """`t_()`, `unsqueeze_()`: from now on the tensor object is another view of the same memory."""
     tensor = args[0]
     if func.__name__ == "detach_" and tensor.is_leaf and tensor.requires_grad:
-        return turn(recorder, func, args, kwargs)
+        return set_requires_grad(recorder, func, args, kwargs)
     recorder.require_single(tensor, rule)
     recorder.read(tensor)
     alias = recorder.memory.alias_of(tensor)
@@ -467,8 +479,8 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
         recorder.recording.aliasing.view_of[handle] = (source,)
     recorder.memory.register_view(tensor, base, (*steps, step), handle)
     base.counter = version_of(base.root)
-    reads = [filled_hole(source, value) for value in unpacked(step).args]
-    recorder.append(unpacked(step).function.function, rule, reads, {}, handle, site, None, False, func)
+    reads = [filled_hole(source, value) for value in unpacked_place(step).args]
+    recorder.append(unpacked_place(step).function.function, rule, reads, {}, handle, site, None, False, func)
     if tensor.requires_grad:
         _keep_history(recorder)
     return out
@@ -488,10 +500,10 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     old = recorder.read(tensor)
     left = recorder.memory.alias_of(tensor).base
     is_raw = not isinstance(value, torch.Tensor) or len(args) > 2
-    if is_raw and (tensor.requires_grad or may_flow(recorder.recording, old)):
+    if is_raw and (tensor.requires_grad or may_have_gradient(recorder.recording, old)):
         raise _raw_memory(recorder, rule)
     source = old if is_raw else recorder.read(value)
-    note_late_write(recorder, left, replaced=tensor)
+    check_late_write(recorder, left, replaced=tensor)
     is_announced = left.counter == version_of(left.root)
     recorder.memory.detach_alias(tensor)
     result = func(*args, **kwargs)
@@ -503,20 +515,22 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
         if found is None:
             raise _raw_memory(recorder, rule)
         if _is_from_outside(recorder, found):
-            handle = recorder.source("constant", tensor, OUTSIDE)
+            handle = recorder.source("constant", tensor, MADE_OUTSIDE_TORCH)
             late = recorder.in_aten and not tensor.is_inference()  # beneath autograd it is counted only later
             recorder.recording.versions[handle] += late
         else:
             recorder.alias_without_call(tensor, found)
         return result
     base, steps = recorder.memory.alias_of(value).base, recorder.memory.alias_of(value).steps
-    straight = tensor.requires_grad or may_flow(recorder.recording, old)  # the gradient goes where it went before
-    step = step_tree(standing, (old, Hole.HERE), None, (), True) if straight else _DETACH
+    straight = tensor.requires_grad or may_have_gradient(
+        recorder.recording, old
+    )  # the gradient goes where it went before
+    step = packed_step(with_history_of, (old, Hole.HERE), None, (), True) if straight else _DETACH
     handle = recorder.recording.keep(tensor)
     if steps:
         recorder.recording.aliasing.view_of[handle] = (source,)
     recorder.memory.register_view(tensor, base, (*steps, step), handle)
-    function, reads = (standing, [old, source]) if straight else (torch.Tensor.detach, [source])
+    function, reads = (with_history_of, [old, source]) if straight else (torch.Tensor.detach, [source])
     recorder.append(function, Rule(Handling.LEAF, "data"), reads, {}, handle, recorder.site(), None, False)
     if straight:
         _keep_history(recorder)
@@ -551,20 +565,20 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
         raise recorder.refusal_here(f"`{rule.kind}` changed the size of memory that other tensors share.")
     source = recorder.memory.alias_of(tensor).handle
     _forget(recorder, tensor)
-    is_filled = fills_memory()
+    is_filled = fills_uninitialized()
     if tensor.numel() > recorder.recording.values[source].numel() and tensor.untyped_storage().nbytes() == room:
         raise recorder.refusal_here(
             f"`{rule.kind}` makes a tensor cover memory again that it had given up.",
             "Its content is unknown. Keep the larger tensor, and use a slice of it.",
         )
     was = recorder.recording.values[source]
-    if not fills_its_memory(was) and tensor.numel():
+    if not is_dense(was) and tensor.numel():
         raise recorder.refusal_here(
             f"`{rule.kind}` makes a tensor cover memory between its own elements.",
             "Its content is unknown. Resize a contiguous copy.",
         )
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    (fill if is_filled else clear)(flat[was.numel() :])
+    (fill_uninitialized if is_filled else zero_uninitialized)(flat[was.numel() :])
     handle = recorder.recording.keep(tensor)
     recorder.memory.register(tensor, handle)
     reads: list[Any] = [source, tuple(tensor.shape), is_filled, tensor.stride()]

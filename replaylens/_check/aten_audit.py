@@ -23,23 +23,22 @@ import torch
 from attrs import evolve, frozen
 from torch.autograd import forward_ad
 
-from .._capture.bytecode import is_torch_code
-from .._capture.recording import Site
+from .._capture.recording import CodePosition
 from .._capture.scopes import line_of
+from .._capture.user_code import is_torch_code
+from .._ir.equality import FUSED_LAYER
 from .._ir.graph import Graph
 from .._ir.node import Call, Guard, Node, Source, TensorSpec
-from .._ir.ops import Quirk, info, stems
-from .._ir.printer import line
-from .._ir.runtime import blank, fill_new, filled, resized
-from .._ir.tolerances import FUSED_LAYER
+from .._ir.ops import Quirk, op_info, stems
+from .._ir.printer import node_line
+from .._ir.runtime import blank, blank_filled, fill_new, resized
 from .._ir.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, has_kernel, top_saving_hooks
 from .._ir.write import mutate
 from .._replay.interpreter import Code
 from .._replay.record import Record
 from .._replay.replay import execute
 from .._replay.request import Request
-from .model_under_test import ModelUnderTest, open_layers
-from .output_comparison import furthest
+from .model_under_test import ModelUnderTest, largest_difference, without_fused_layers
 from .report import Finding, LawResult
 
 
@@ -64,37 +63,37 @@ class OpSignature(NamedTuple):
         return f"{self.name}({', '.join(self.operands)})"
 
 
-QUIET = frozenset(("profiler",))  # namespaces of operators that compute nothing
-UNSAFE = ("_unsafe_", "unsafe_")  # views that autograd may not see through
+OBSERVING_NAMESPACES = frozenset(("profiler",))  # namespaces of operators that compute nothing
+UNSAFE_PREFIXES = ("_unsafe_", "unsafe_")  # views that autograd may not see through
 
 
 def signature_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpSignature:
     """The signature of a call that returned `out`."""
     if not isinstance(op, OpOverload):  # a higher-order operator
-        return OpSignature(OpClass.COMPUTE, op.name(), tuple(map(described, _tensors((args, kwargs)))))
-    sort, name = reduced(op)
+        return OpSignature(OpClass.COMPUTE, op.name(), tuple(map(spec_text, _tensors((args, kwargs)))))
+    sort, name = class_and_name(op)
     if sort is OpClass.FILL:
-        return OpSignature(sort, "fill", tuple(map(described, _tensors(out))))
-    operands = tuple(map(described, _operands(op, args, kwargs)))
-    if sort is OpClass.MOVE and info(name).has(Quirk.COPY) and (cast := _cast(name, args, out)):
+        return OpSignature(sort, "fill", tuple(map(spec_text, _tensors(out))))
+    operands = tuple(map(spec_text, _operands(op, args, kwargs)))
+    if sort is OpClass.MOVE and op_info(name).has(Quirk.COPY) and (cast := _cast(name, args, out)):
         return OpSignature(OpClass.CAST, "cast", cast)
     return OpSignature(sort, name, operands)
 
 
 @cache
-def reduced(op: Any) -> tuple[OpClass, str]:
+def class_and_name(op: Any) -> tuple[OpClass, str]:
     """The class of an operator, and its name without the marks of writing."""
     namespace, name = op._schema.name.split("::")
     name = _unmarked(namespace, name) if op._schema.is_mutable else name
-    plain = info(name.removeprefix("new_").removesuffix("_like"))
+    plain = op_info(name.removeprefix("new_").removesuffix("_like"))
     if plain.has(Quirk.FILL):
         return OpClass.FILL, "fill"
-    is_move = plain.has(Quirk.ALLOCATION) or info(name).has(Quirk.COPY) or info(op).reshapes
+    is_move = plain.has(Quirk.ALLOCATION) or op_info(name).has(Quirk.COPY) or op_info(op).reshapes
     if is_move or _is_view(namespace, op, name):
         return OpClass.MOVE, name
     if op._schema.is_mutable or any("Tensor" in str(value.type) for value in op._schema.returns):
         return OpClass.COMPUTE, name
-    reads = namespace not in QUIET and (namespace != "aten" or info(op).is_data_dependent)
+    reads = namespace not in OBSERVING_NAMESPACES and (namespace != "aten" or op_info(op).is_data_dependent)
     return (OpClass.READ if reads else OpClass.MOVE), name
 
 
@@ -105,9 +104,13 @@ def _unmarked(namespace: str, name: str) -> str:
 
 def _is_view(namespace: str, op: Any, name: str) -> bool:
     """True if it returns a view, or a copy of what a view would show, or writes through one."""
-    plain = [name.removesuffix("_copy"), name.removesuffix("_scatter"), *(name.removeprefix(mark) for mark in UNSAFE)]
+    plain = [
+        name.removesuffix("_copy"),
+        name.removesuffix("_scatter"),
+        *(name.removeprefix(mark) for mark in UNSAFE_PREFIXES),
+    ]
     viewing = [getattr(getattr(torch.ops, namespace), one, None) for one in plain if one != name]
-    return info(op).gives_view or any(one is not None and info(one).gives_view for one in viewing)
+    return op_info(op).gives_view or any(one is not None and op_info(one).gives_view for one in viewing)
 
 
 def _cast(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, ...]:
@@ -116,7 +119,7 @@ def _cast(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, ...]:
     if not isinstance(source, torch.Tensor) or not isinstance(out, torch.Tensor):
         return ()
     same = source.dtype == out.dtype and source.device == out.device
-    return () if same or out.is_meta else (described(source), str(out.dtype).removeprefix("torch."), str(out.device))
+    return () if same or out.is_meta else (spec_text(source), str(out.dtype).removeprefix("torch."), str(out.device))
 
 
 def _operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -138,7 +141,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def described(tensor: torch.Tensor) -> str:
+def spec_text(tensor: torch.Tensor) -> str:
     """The dtype and shape of a tensor."""
     return str(TensorSpec.of(tensor))
 
@@ -147,7 +150,7 @@ class AtenCall(NamedTuple):
     """One ATen call, with the line of Python and the node or guard of the program that it ran for."""
 
     signature: OpSignature
-    site: Site | None
+    site: CodePosition | None
     step: Node | Guard | None = None
     within: str = ""  # the part of torch that called it: see WITHIN and RECOMPUTATION
     in_gradient: bool = False  # called by the autograd engine
@@ -160,17 +163,17 @@ class AtenCall(NamedTuple):
 
 
 # Calls from these files of torch are not operations of the model; content that leaves torch there is guarded.
-WITHIN = {"torch/_tensor_str.py": "text", "torch/storage.py": "storage"}
+GUARDED_FILES = {"torch/_tensor_str.py": "text", "torch/storage.py": "storage"}
 
 RECOMPUTATION = "again"  # called by a checkpoint that recomputes its forward for a gradient
 CHECKPOINTS = "torch/utils/checkpoint.py"
 
 # Functions in these files of torch switch gradients on and off themselves; a program records the operations inside.
 TRANSFORMS = ("torch/_functorch/", CHECKPOINTS)
-GRADIENTS = frozenset(("_engine_run_backward", "_make_grads"))  # functions of torch that take gradients
+GRADIENT_FUNCTIONS = frozenset(("_engine_run_backward", "_make_grads"))  # functions of torch that take gradients
 
 
-class Watch(TorchDispatchMode):
+class AtenLog(TorchDispatchMode):
     """Logs every ATen call of its thread."""
 
     supports_higher_order_operators = True
@@ -211,7 +214,7 @@ class Watch(TorchDispatchMode):
             frame = frame.f_back
         return frame is not None and frame.f_code in self.packing
 
-    def _origin(self) -> tuple[Site | None, str, bool, bool]:
+    def _origin(self) -> tuple[CodePosition | None, str, bool, bool]:
         """The nearest line outside of torch (else in torch.nn), the part of torch below it, whether the autograd engine
         called, and whether a transform did.
         """
@@ -221,7 +224,7 @@ class Watch(TorchDispatchMode):
             code = frame.f_code
             if not is_torch_code(code):
                 users = users or (code, frame.f_lasti)
-            elif code.co_name in GRADIENTS:
+            elif code.co_name in GRADIENT_FUNCTIONS:
                 within, in_gradient = (RECOMPUTATION if is_kept else within), True
             elif _is_transform(code):
                 is_transformed = True
@@ -237,7 +240,7 @@ def is_within_gradient() -> bool:
     """True while torch takes a gradient inside the model."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in GRADIENTS and is_torch_code(frame.f_code):
+        if frame.f_code.co_name in GRADIENT_FUNCTIONS and is_torch_code(frame.f_code):
             return True
         frame = frame.f_back
     return False
@@ -269,15 +272,15 @@ def _is_checkpoint(code: CodeType, in_gradient: bool) -> bool:
 
 
 def _part_of_torch(code: CodeType) -> str:
-    return next((word for file, word in WITHIN.items() if code.co_filename.endswith(file)), "")
+    return next((word for file, word in GUARDED_FILES.items() if code.co_filename.endswith(file)), "")
 
 
-def audit(subject: ModelUnderTest) -> LawResult:
+def audit_aten_calls(subject: ModelUnderTest) -> LawResult:
     """Compare the ATen calls of a plain forward with those of a whole replay."""
     plain, output = plain_calls(subject)
     fused = _fused_layers(subject, plain, output)
     decided: frozenset[OpSignature] = frozenset()
-    with open_layers() if fused else nullcontext():
+    with without_fused_layers() if fused else nullcontext():
         if fused:
             closed, (plain, _) = plain, plain_calls(subject)
             decided = frozenset(seen.signature for seen in closed) - {seen.signature for seen in plain}
@@ -295,7 +298,7 @@ def audit(subject: ModelUnderTest) -> LawResult:
 
 def _compared_again(
     subject: ModelUnderTest, plain: list[AtenCall], decided: frozenset[OpSignature]
-) -> tuple[Comparison, str]:
+) -> tuple[CallComparison, str]:
     """The comparison, repeated on a second capture if the first leaves a difference that may not be the capture's.
 
     A first forward may fill a cache outside of the model: then it makes more calls than a later one, none of which
@@ -326,20 +329,20 @@ def _apart_from_inputs(replayed: list[AtenCall], graph: Graph) -> Counter[OpSign
 
 def plain_calls(subject: ModelUnderTest) -> tuple[list[AtenCall], Any]:
     """The calls of a plain forward, and its output."""
-    log = Watch(ModelUnderTest.forward.__code__)
+    log = AtenLog(ModelUnderTest.forward.__code__)
     output = subject.forward(log)
     return log.seen, output
 
 
 def replayed_calls(record: Record) -> list[AtenCall]:
     """The calls of a whole replay, each with its node or guard."""
-    log = Watch(_log_step.__code__)
+    log = AtenLog(_log_step.__code__)
     with log:
         execute(record, Request(whole=True, on_divergence="ignore"), partial(_logging, log, record.graph))
     return log.seen
 
 
-def _logging(log: Watch, graph: Graph, code: Code) -> Code:
+def _logging(log: AtenLog, graph: Graph, code: Code) -> Code:
     """The code of a replay, wrapped so that each step tells the log its node or guard."""
     guards = iter(sorted(graph.guards, key=lambda guard: guard.position))
 
@@ -349,20 +352,20 @@ def _logging(log: Watch, graph: Graph, code: Code) -> Code:
     return code.wrapped(lambda slot, call: partial(_log_step, log, step(slot), call))
 
 
-def _log_step(log: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:
+def _log_step(log: AtenLog, step: Node | Guard, call: Any, *args: Any) -> Any:
     log.step = step
     return call(*args)
 
 
 def _fused_layers(subject: ModelUnderTest, plain: list[AtenCall], output: Any) -> tuple[Finding, ...]:
     """The layers that a plain forward runs as one fused kernel, and how far that is from the record."""
-    calls = [seen for seen in plain if info(seen.signature.name).has(Quirk.WHOLE_LAYER)]
+    calls = [seen for seen in plain if op_info(seen.signature.name).has(Quirk.WHOLE_LAYER)]
     if not calls:
         return ()
     recorded = subject.record.graph.output, subject.record.value
-    distance = furthest(output, *recorded)
+    distance = largest_difference(output, *recorded)
     fact = "a plain forward runs it as one fused kernel, the program has it open"
-    if _is_far(distance) and not _is_far(inside := furthest(output, *recorded, but_zeros=True)):
+    if _is_far(distance) and not _is_far(inside := largest_difference(output, *recorded, but_zeros=True)):
         distance = inside
         fact = (
             "a plain forward runs it as one fused kernel, which leaves zeros where tokens are padding; the program has "
@@ -379,18 +382,18 @@ COUNTED = frozenset((OpClass.COMPUTE, OpClass.CAST, OpClass.FILL, OpClass.READ))
 # What purity may add, by the function of the node: a class of calls that a plain forward need not make, and why.
 ADDED: dict[Any, tuple[OpClass, str]] = {
     blank: (OpClass.FILL, "fills of memory that was undefined"),
-    filled: (OpClass.FILL, "fills of memory that was undefined"),
+    blank_filled: (OpClass.FILL, "fills of memory that was undefined"),
     resized: (OpClass.FILL, "fills of memory that was undefined"),
     fill_new: (OpClass.FILL, "fills of memory that was undefined"),
     mutate: (OpClass.READ, "reads of indices for views that are derived again"),
 }
-META = "calls for tensors without content"
-AGAIN = "calls that a gradient's stretch runs again"
-CASTS = "casts that autocast's cache spared the plain forward"
+META_CALLS = "calls for tensors without content"
+RECOMPUTED = "calls that a gradient's stretch runs again"
+AUTOCAST_CASTS = "casts that autocast's cache spared the plain forward"
 
 
 @frozen
-class Comparison:
+class CallComparison:
     """The difference of two multisets of calls."""
 
     asked: int
@@ -406,9 +409,9 @@ class Comparison:
         return f"and a replay adds {counts}" if counts else ""
 
 
-def comparison_of(plain: list[AtenCall], replayed: list[AtenCall], guards: tuple[Guard, ...] = ()) -> Comparison:
+def comparison_of(plain: list[AtenCall], replayed: list[AtenCall], guards: tuple[Guard, ...] = ()) -> CallComparison:
     """Compare plain calls with replayed ones."""
-    opened = any("storage" in g.target.short and info(g.target).has(Quirk.EXPOSES_MEMORY) for g in guards)
+    opened = any("storage" in g.target.short and op_info(g.target).has(Quirk.EXPOSES_MEMORY) for g in guards)
     wanted = [
         s for s in plain if s.signature.sort in COUNTED and not s.within and not (opened and _is_of_bytes(s.signature))
     ]
@@ -420,7 +423,7 @@ def comparison_of(plain: list[AtenCall], replayed: list[AtenCall], guards: tuple
     mine, theirs = (Counter(seen.signature for seen in calls) for calls in (given, wanted))
     again = _run_again(given)
     extra = mine - again - theirs
-    added = Counter({AGAIN: again.total()})
+    added = Counter({RECOMPUTED: again.total()})
     of_gradients = _gradients_of_gradients(given)
     for seen in given:
         if (reason := _reason(seen, of_gradients)) and extra[seen.signature] > 0:
@@ -432,7 +435,7 @@ def comparison_of(plain: list[AtenCall], replayed: list[AtenCall], guards: tuple
         *_findings(extra, given, wanted, "is too much: a replay makes {0} of these calls, a plain forward {1}"),
         *_in_other_modes(wanted, given),
     )
-    return Comparison(theirs.total(), leftover, missing, extra, +added)
+    return CallComparison(theirs.total(), leftover, missing, extra, +added)
 
 
 def _is_of_bytes(signature: OpSignature) -> bool:
@@ -481,13 +484,13 @@ def _reason(seen: AtenCall, of_gradients: set[str]) -> str:
     if not isinstance(seen.step, Call):
         return ""
     if seen.step.name in of_gradients:
-        return AGAIN
+        return RECOMPUTED
     if seen.step.meaning and all(spec.device == "meta" for spec in seen.step.meaning):
-        return META
+        return META_CALLS
     sort, reason = ADDED.get(seen.step.target.function, (None, ""))
     if seen.signature.sort is sort:
         return reason
-    return CASTS if seen.signature.sort is OpClass.CAST and seen.step.context.autocast else ""
+    return AUTOCAST_CASTS if seen.signature.sort is OpClass.CAST and seen.step.context.autocast else ""
 
 
 def _in_other_modes(wanted: list[AtenCall], given: list[AtenCall]) -> Iterator[Finding]:
@@ -506,7 +509,7 @@ def _in_other_modes(wanted: list[AtenCall], given: list[AtenCall]) -> Iterator[F
             node = _first_otherwise(
                 [s for s in mine if s.signature == signature], [s for s in theirs if s.signature == signature]
             )
-            yield Finding(node.name, f"`{signature}`: gradients are on in {on}", node.source, line=line(node))
+            yield Finding(node.name, f"`{signature}`: gradients are on in {on}", node.source, line=node_line(node))
 
 
 def _first_otherwise(mine: list[AtenCall], theirs: list[AtenCall]) -> Call:
@@ -528,4 +531,4 @@ def _findings(
         for source in surplus:
             step = next(seen.step for seen in mine if seen.source == source)
             node = step if isinstance(step, Call) else None
-            yield Finding(node.name if node else "", words, source, line=line(node) if node is not None else "")
+            yield Finding(node.name if node else "", words, source, line=node_line(node) if node is not None else "")

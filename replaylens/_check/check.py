@@ -11,12 +11,11 @@ from typing import Generic, TypeVar
 
 from attrs import frozen
 
-from .aten_audit import audit
-from .hook_comparison import witness
+from .aten_audit import audit_aten_calls
+from .model_comparison import compare_with_hooks, gradients_agree, other_inputs_agree
 from .model_under_test import ModelUnderTest
 from .per_node import NODE_LAWS
-from .program_under_test import ProgramUnderTest, saved_values, well_formed, whole_replay
-from .replay_comparison import gradients, other_inputs
+from .program_under_test import ProgramUnderTest, is_well_formed, saved_values, whole_replay
 from .report import CheckReport, LawResult
 
 T = TypeVar("T", ProgramUnderTest, ModelUnderTest)
@@ -39,7 +38,7 @@ GRAPH = Law(
     "graph",
     "every value is made before it is read, by exactly one node; whatever the model returned, wrote or read in Python "
     "is the value of a node",
-    well_formed,
+    is_well_formed,
 )
 LAWS: tuple[Law[ProgramUnderTest], ...] = (
     Law(
@@ -57,10 +56,18 @@ LAWS: tuple[Law[ProgramUnderTest], ...] = (
     ),
 )
 MODEL_LAWS: tuple[Law[ModelUnderTest], ...] = (
-    Law("completeness", "the ATen calls of a plain forward are those of a whole replay", audit),
-    Law("witness", "forward hooks on every module see, bit for bit, the outputs that the program has", witness),
-    Law("other inputs", "the model and a replay agree on inputs of the same shapes with other numbers", other_inputs),
-    Law("gradients", "a backward pass gives what the model's own backward gives, bit for bit", gradients),
+    Law("completeness", "the ATen calls of a plain forward are those of a whole replay", audit_aten_calls),
+    Law(
+        "witness",
+        "forward hooks on every module see, bit for bit, the outputs that the program has",
+        compare_with_hooks,
+    ),
+    Law(
+        "other inputs",
+        "the model and a replay agree on inputs of the same shapes with other numbers",
+        other_inputs_agree,
+    ),
+    Law("gradients", "a backward pass gives what the model's own backward gives, bit for bit", gradients_agree),
 )
 
 
@@ -73,7 +80,7 @@ def check(program: ProgramUnderTest) -> CheckReport:
     return CheckReport(program.graph.model_name, tuple(results))
 
 
-def with_model(model: ModelUnderTest, report: CheckReport) -> CheckReport:
+def check_model(model: ModelUnderTest, report: CheckReport) -> CheckReport:
     """Add the laws that need plain forward passes of the model to the report on its program."""
     return report.and_(tuple([law.result(model) for law in MODEL_LAWS]))
 

@@ -1,7 +1,8 @@
 """A model under test: captured once, then run plainly from the same starting state as often as needed.
 
-In: a model and its inputs. Out: the record of its forward, and plain forwards. Parameters, buffers, inputs, attributes
-and generators are restored before each of them and at the end.
+In: a model and its inputs. Out: the record of its forward, plain forwards, and the difference between what they return
+and what was recorded, in words and as a number. Parameters, buffers, inputs, attributes and generators are restored
+before each forward and at the end.
 """
 
 from __future__ import annotations
@@ -20,28 +21,131 @@ from .._capture.capture import (
     Captured,
     deeper_stack,
     eager_compiler,
-    put_back,
-    record,
     record_of,
     require_no_iterators,
     require_supported,
+    trace_forward,
+    undo_first_run,
 )
 from .._capture.provenance import Provenance
 from .._capture.recording import Recording, SourceRecord
-from .._capture.scopes import alone_with
+from .._capture.scopes import exclusive
 from .._capture.snapshot import ForwardState, ModelState
-from .._capture.state_changes import held
-from .._ir.node import Ref
-from .._ir.shared_memory import version_of
-from .._ir.torch_private import HigherOrderOperator
-from .._ir.turns import Turn
-from .._ir.world import World, surely
-from .._layers.naming import labels
+from .._capture.state_changes import held_tensor
+from .._ir.equality import difference, same
+from .._ir.interrupts import TorchModes, run_to_end
+from .._ir.memory import version_of
+from .._ir.model_turns import Turn
+from .._ir.node import Ref, TensorSpec
+from .._ir.torch_private import HigherOrderOperator, is_wrapped, unwrapped
+from .._ir.trees import Branch, freeze_deep
+from .._layers.naming import label_nodes
 from .._replay.record import Record, Versions
-from .output_comparison import apart, copied
+
+_PLAIN = (bool, int, float, complex, str)
+Recorded = Callable[[Ref], torch.Tensor]
+
+
+@frozen(eq=False)
+class _TensorLeaf:
+    """A tensor as a leaf of a frozen tree."""
+
+    tensor: torch.Tensor
+
+
+def frozen_copy(value: Any) -> Any:
+    """A frozen copy of a value, which no later forward can change."""
+    return freeze_deep(value, lambda tensor: _TensorLeaf(tensor.detach().clone()))
+
+
+def differs_from_copy(tree: Any, value: Any) -> bool:
+    """True if some tensor of a value differs from the one in a frozen copy made by `copied`."""
+    pairs = _pairs(tree, freeze_deep(value, _leaf_tensors))
+    return any(
+        isinstance(a, _TensorLeaf) and isinstance(b, _TensorLeaf) and not same(a.tensor, b.tensor) for a, b in pairs
+    )
+
+
+def first_difference(value: Any, tree: Any, recorded: Recorded) -> tuple[str, float | None]:
+    """The first difference from a tree of recorded values, in words and as a number; ("", None) if there is none."""
+    for mine, theirs in _pairs(freeze_deep(value, _leaf_tensors), tree):
+        if isinstance(mine, _TensorLeaf) and isinstance(theirs, Ref):
+            wanted = recorded(theirs)
+            if not same(mine.tensor, wanted):
+                one, other = str(TensorSpec.of(mine.tensor)), str(TensorSpec.of(wanted))
+                return "other numbers" if one == other else f"{one}, not {other}", difference(mine.tensor, wanted)
+        elif isinstance(mine, _TensorLeaf):
+            return "a tensor that is no value of the program", None
+        elif isinstance(theirs, Ref):
+            return "no tensor where one was recorded", None
+        elif _shape(mine) != _shape(theirs):
+            return "another structure", None
+        elif type(mine) in _PLAIN and repr(mine) != repr(theirs):
+            return f"{mine!r}, not {theirs!r}", None
+    return "", None
+
+
+def paired_tensors(value: Any, tree: Any) -> list[tuple[torch.Tensor, Ref]]:
+    """The tensors in a value, each with the Ref that it should equal."""
+    pairs = _pairs(freeze_deep(value, _leaf_tensors), tree)
+    return [
+        (mine.tensor, theirs) for mine, theirs in pairs if isinstance(mine, _TensorLeaf) and isinstance(theirs, Ref)
+    ]
+
+
+def largest_difference(value: Any, tree: Any, recorded: Recorded, but_zeros: bool = False) -> float | None:
+    """The largest absolute difference over all tensors; None if it has no number. With `but_zeros` rows that are all
+    zeros in the value are ignored.
+    """
+    pairs = [
+        (mine.tensor, recorded(theirs))
+        for mine, theirs in _pairs(freeze_deep(value, _leaf_tensors), tree)
+        if isinstance(mine, _TensorLeaf) and isinstance(theirs, Ref)
+    ]
+    found = [difference(one, _zero_where(one, other) if but_zeros else other) for one, other in pairs]
+    return None if not found or None in found else max(number for number in found if number is not None)
+
+
+def _zero_where(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`other` with zeros in those rows in which `one` is all zeros."""
+    if one.shape != other.shape or not one.dim() or one.layout is not torch.strided or one.is_nested:
+        return other
+    return other.detach().masked_fill(~(one != 0).any(-1, keepdim=True), 0)
+
+
+def _leaf_tensors(tensor: torch.Tensor) -> _TensorLeaf:
+    """The plain tensor beneath functorch's wrappers, since that is what is recorded."""
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    return _TensorLeaf(tensor)
+
+
+def _pairs(mine: Any, theirs: Any) -> Iterator[tuple[Any, Any]]:
+    """The leaves of two trees in pairs. Where their structures differ, the pair holds the two subtrees."""
+    if _shape(mine) != _shape(theirs) or _shape(mine) is None:
+        yield mine, theirs
+        return
+    items = (tree if type(tree) is tuple else tree.items for tree in (mine, theirs))
+    for one, other in zip(*items, strict=True):
+        yield from _pairs(one, other)
+
+
+def _shape(tree: Any) -> Any:
+    """The kind, length and keys of a container; None for a leaf."""
+    if type(tree) is tuple:
+        return tuple, len(tree)
+    return (_named(tree.kind), len(tree.items), tree.keys) if isinstance(tree, Branch) else None
+
+
+def _named(kind: type) -> tuple[str, str]:
+    """A class by name, because a forward may define its own class anew each time."""
+    return kind.__module__, kind.__qualname__
+
 
 T = TypeVar("T")
-UNSTEADY = "the model gives another output each time: it reads something outside of it, such as a clock or a counter"
+NONDETERMINISTIC = (
+    "the model gives another output each time: it reads something outside of it, such as a clock or a counter"
+)
 
 
 @frozen(eq=False)
@@ -58,7 +162,7 @@ class ModelUnderTest:
     def begin(self) -> None:
         """Restore the model, its inputs, hooks and the generators to the state in which the capture began."""
         self.model_state.put_back()
-        put_back(self.captured.recording, self.captured.beginning)
+        undo_first_run(self.captured.recording, self.captured.beginning)
         torch.clear_autocast_cache()  # it may hold casts of what an earlier forward wrote
 
     def forward(self, *around: AbstractContextManager[Any], given: Any = None) -> Any:
@@ -75,8 +179,8 @@ class ModelUnderTest:
     @property
     def is_nondeterministic(self) -> bool:
         """True if two plain forwards from the same starting state give different outputs."""
-        first = copied(self.forward(open_layers()))
-        return apart(first, self.forward(open_layers()))
+        first = frozen_copy(self.forward(without_fused_layers()))
+        return differs_from_copy(first, self.forward(without_fused_layers()))
 
     def again(self) -> ModelUnderTest:
         """The model captured a second time, when caches outside of it are already filled."""
@@ -99,18 +203,20 @@ class ModelUnderTest:
         return frozenset([name for tensor, name in inputs if memory[_storage_of(tensor)] == 1 and not vars(tensor)])
 
 
-def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[ModelUnderTest], T]) -> T:
+def with_model_under_test(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[ModelUnderTest], T]
+) -> T:
     """Call `work` with the captured model. Afterwards the model, its inputs and the generators are as before; no other
     thread runs the model meanwhile.
     """
     require_supported(model)
     require_no_iterators(args, kwargs)
-    return alone_with(lambda: Provenance(model).modules, lambda turn: _under_check(turn, model, args, kwargs, work))
+    return exclusive(lambda: Provenance(model).modules, lambda turn: _under_check(turn, model, args, kwargs, work))
 
 
 def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[[ModelUnderTest], T]) -> T:
     model_state = ModelState(Provenance(model).modules, (args, kwargs))
-    subject, world = None, World()
+    subject, world = None, TorchModes()
     begun: list[tuple[Recording, ForwardState]] = []
     try:
         try:
@@ -121,18 +227,21 @@ def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[
         finally:
             _restore(subject, model_state, begun, world)
     finally:  # again: an interrupt may have come before it or during it
-        surely(lambda: _restore(subject, model_state, begun, world))
+        run_to_end(lambda: _restore(subject, model_state, begun, world))
 
 
 def _restore(
-    subject: ModelUnderTest | None, model_state: ModelState, begun: list[tuple[Recording, ForwardState]], world: World
+    subject: ModelUnderTest | None,
+    model_state: ModelState,
+    begun: list[tuple[Recording, ForwardState]],
+    world: TorchModes,
 ) -> None:
     world.put_back()
     if subject is not None:
         subject.begin()
     else:  # the capture did not finish
         for recording, beginning in reversed(begun):
-            put_back(recording, beginning)
+            undo_first_run(recording, beginning)
     model_state.put_back()
     model_state.put_generators_back()
     world.put_back()
@@ -148,9 +257,9 @@ def _captured(
     def undo(recording: Recording, beginning: ForwardState) -> None:
         """Undo what a forward did before it raised."""
         model_state.put_back()
-        put_back(recording, beginning)
+        undo_first_run(recording, beginning)
 
-    captured = record(model, args, kwargs, labels, failed=undo, begun=begun)
+    captured = trace_forward(model, args, kwargs, label_nodes, failed=undo, begun=begun)
     made = _with_copies(record_of(captured), captured.recording)
     return ModelUnderTest(model, args, kwargs, captured, made, model_state)
 
@@ -185,7 +294,7 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
 def _restored_storage(source: Any, recording: Recording) -> int | None:
     if not isinstance(source, SourceRecord):
         return None
-    now = held(*source.where) if source.kind in ("parameter", "buffer") else source.tensor
+    now = held_tensor(*source.where) if source.kind in ("parameter", "buffer") else source.tensor
     return _storage_of(now) if now is not None and now is not recording.values[source.returns] else None
 
 
@@ -201,7 +310,7 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
 
 
 @contextmanager
-def open_layers() -> Iterator[None]:
+def without_fused_layers() -> Iterator[None]:
     """Within, torch runs no transformer layer as one fused kernel, as in a capture, which records their operations."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -18,14 +18,14 @@ from .._ir.equality import difference, same
 from .._ir.graph import Graph
 from .._ir.node import Call, Ref, State, identifier, refs_of
 from .._replay.alias_analysis import detached_views
-from .._replay.interpreter import recorded_world
+from .._replay.interpreter import recorded_environment
 from .._replay.record import Record
-from .._sweep.batch_runner import bar
-from .dependency_test import UNREAD, Trial, otherwise, unseen
-from .perturbations import others_than
+from .._sweep.batch_runner import progress_bar
+from .dependency_test import INDEPENDENT, Trial, undetected, with_other_literals
+from .perturbations import perturbed
 from .program_under_test import ProgramUnderTest
-from .report import Finding, LawResult, at_node
-from .run_node import NodeRunner, Values, as_replayed, drawing_otherwise, ready, spread_of_repetitions
+from .report import Finding, LawResult, finding_at
+from .run_node import NodeRunner, WalkValues, as_in_replay, node_runner, spread_of_repetitions, with_other_draw
 
 
 @define
@@ -73,7 +73,7 @@ def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
     walk, chosen = _Walk(program), program.chosen
     tallies = [(law, Tally()) for law in NODE_LAWS]
     with (
-        bar(len(chosen), program.progress, "node") as tick,
+        progress_bar(len(chosen), program.progress, "node") as tick,
         warnings.catch_warnings(),
         torch.inference_mode(False),
         torch.no_grad(),
@@ -81,7 +81,7 @@ def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
         warnings.simplefilter("ignore")  # perturbed arguments make calls warn
         for position, node in enumerate(program.graph.nodes):
             if isinstance(node, Call) and walk.is_needed(position, node):
-                with recorded_world(True, program.graph):
+                with recorded_environment(True, program.graph):
                     run = walk.run(position, node)
                     is_asked = position in chosen or run.is_stale or run.error is not None
                     for law, tally in tallies if is_asked else ():
@@ -97,7 +97,7 @@ class _Walk:
 
     def __init__(self, program: ProgramUnderTest) -> None:
         self.program, self.record, self.graph = program, program.record, program.graph
-        self.values = Values(self.record)
+        self.values = WalkValues(self.record)
         self.detached = detached_views(self.graph, ())  # by write: the views that an edit took off its storage
 
     def is_needed(self, position: int, node: Call) -> bool:
@@ -109,7 +109,7 @@ class _Walk:
         if any(ref in self.program.stale for ref in (*node.refs, *refs_of(node))):
             return NodeRun(self.record, node, is_stale=True)
         before = torch.default_generator.get_state()
-        runner = ready(as_replayed(node, self.detached), self.record.draws)
+        runner = node_runner(as_in_replay(node, self.detached), self.record.draws)
         given = {ref: self.values[ref] for ref in dict.fromkeys(node.refs)}
         is_verified = position in self.program.verified
         value = {ref: self.record.values[ref] for ref in runner.gives} if is_verified else self._value(runner, given)
@@ -149,7 +149,7 @@ class _Walk:
             return None
         given = {other: self.values[other] for other in node.refs}
         given = self._remade_views(given, depth - 1) or given
-        made = _value_or_error(ready(as_replayed(node, self.detached), self.record.draws), given)
+        made = _value_or_error(node_runner(as_in_replay(node, self.detached), self.record.draws), given)
         if isinstance(made, Exception) or not isinstance(made[ref], torch.Tensor) or made[ref]._base is None:
             return None
         return made[ref] if same(made[ref], self.values[ref]) else None
@@ -166,13 +166,13 @@ def _ask_alone(run: NodeRun, tally: Tally) -> None:
     """Check that the call reproduces its own saved value."""
     node, trial = run.node, run.trial
     if run.is_stale:
-        tally.special.append(at_node(node, "a value that it reads or gives was overwritten since"))
+        tally.special.append(finding_at(node, "a value that it reads or gives was overwritten since"))
     elif run.error is not None:
-        tally.failures.append(at_node(node, f"raises {type(run.error).__name__} on the saved values of its parents"))
+        tally.failures.append(finding_at(node, f"raises {type(run.error).__name__} on the saved values of its parents"))
     elif trial is not None:
         saved = {ref: run.record.values[ref] for ref in trial.runner.gives if ref in run.record.values}
         if not saved:
-            tally.special.append(at_node(node, "its value was not kept"))
+            tally.special.append(finding_at(node, "its value was not kept"))
             return
         tally.asked += 1
         if wrong := {ref: value for ref, value in saved.items() if not same(trial.value[ref], value)}:
@@ -183,7 +183,7 @@ def _record_mismatch(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor]
     """Record a call that does not reproduce these saved values: a failure, unless its kernel is nondeterministic."""
     if (spread := spread_of_repetitions(trial.runner, trial.given, saved)) is not None:
         fact = "its kernel is nondeterministic: the saved value lies within the spread of repetitions"
-        tally.special.append(at_node(node, fact, difference=spread))
+        tally.special.append(finding_at(node, fact, difference=spread))
         return
     first, value = next(iter(saved)), trial.value
     fact = f"gives another value than the saved one{_spec_difference(value[first], saved[first])}"
@@ -192,7 +192,7 @@ def _record_mismatch(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor]
     ):
         fact += ": the function of the edit there gives something else each time that it is called"
     far = [d for ref, one in saved.items() if (d := difference(value[ref], one)) is not None]
-    tally.failures.append(at_node(node, fact, difference=max(far, default=None)))
+    tally.failures.append(finding_at(node, fact, difference=max(far, default=None)))
 
 
 def _spec_difference(made: Any, saved: torch.Tensor) -> str:
@@ -234,11 +234,11 @@ def _ask_parents(run: NodeRun, tally: Tally) -> None:
     for parent in run.trial.given:
         tally.asked += 1
         is_read = parent in run.trial.runner.reads
-        trial = run.trial if is_read else evolve(run.trial, runner=ready(run.node, run.record.draws))
-        if (why := unseen(trial, parent)) is not None:
+        trial = run.trial if is_read else evolve(run.trial, runner=node_runner(run.node, run.record.draws))
+        if (why := undetected(trial, parent)) is not None:
             name = _name_of(run.record.graph, parent)
             (tally.special if why.reason else tally.failures).append(
-                at_node(run.node, why.reason or UNREAD, parent=name)
+                finding_at(run.node, why.reason or INDEPENDENT, parent=name)
             )
 
 
@@ -256,15 +256,15 @@ def _ask_draws(run: NodeRun, tally: Tally) -> None:
     """Check that draws have a recorded generator state, and that another state gives another value."""
     if run.draws_unrecorded:
         tally.asked += 1
-        tally.failures.append(at_node(run.node, "draws random numbers, and no state of the generator is recorded"))
+        tally.failures.append(finding_at(run.node, "draws random numbers, and no state of the generator is recorded"))
     elif run.trial is not None and run.node.draws is not None:
         tally.asked += 1
         if not _draws_differ(run.trial, range(16)):
-            tally.special.append(at_node(run.node, _why_draws_are_unseen(run.trial)))
+            tally.special.append(finding_at(run.node, _why_draws_are_unseen(run.trial)))
 
 
 def _draws_differ(trial: Trial, seeds: Iterable[int] = range(4)) -> bool:
-    made = (evolve(trial, runner=drawing_otherwise(trial.runner.node, trial.draws, seed)) for seed in seeds)
+    made = (evolve(trial, runner=with_other_draw(trial.runner.node, trial.draws, seed)) for seed in seeds)
     return any(one.changes({}) for one in made)
 
 
@@ -272,11 +272,11 @@ def _why_draws_are_unseen(trial: Trial) -> str:
     if all(isinstance(made, torch.Tensor) and not made.numel() for made in trial.value.values()):
         return "the value has no elements"
     for ref, value in trial.given.items():
-        for made in others_than(value):
+        for made in perturbed(value):
             if (moved := trial.moved({ref: made})) is not None and _draws_differ(moved):
                 return "hidden by what it reads"
-    for other in otherwise(trial.runner.node):
-        moved = evolve(trial, runner=ready(other, trial.draws)).moved({})
+    for other in with_other_literals(trial.runner.node):
+        moved = evolve(trial, runner=node_runner(other, trial.draws)).moved({})
         if moved is not None and _draws_differ(moved):
             return "hidden by a number among its arguments"
     return "its value does not depend on what it draws"

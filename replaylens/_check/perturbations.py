@@ -21,13 +21,13 @@ _POOL = 65521  # a prime, so that the repeated pool does not align with the rows
 _RANGE_SAMPLE = 4096  # elements that the range of a large tensor is estimated from
 
 
-def others_than(value: torch.Tensor, wide: bool = True) -> Iterator[torch.Tensor]:
+def perturbed(value: torch.Tensor, wide: bool = True) -> Iterator[torch.Tensor]:
     """Replacements for a value. `wide` allows integers just outside of its range."""
     for made in _unflagged(value, wide):
         yield _with_flag(made, value)
 
 
-def hinted(value: torch.Tensor, hints: Iterable[Any]) -> Iterator[torch.Tensor]:
+def hinted_values(value: torch.Tensor, hints: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Replacements that a comparison may react to: constants and other arguments of the call."""
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     if not is_plain or value.is_nested or value.is_quantized or not value.numel():
@@ -72,7 +72,7 @@ def _numbers(value: torch.Tensor) -> Iterator[torch.Tensor]:
     span = (high - low) or abs(high) or 1.0
     yield _uniform(value, low, low + span, 1)
     yield _uniform(value, low - 4 * span - 1, high + 4 * span + 1, 2)
-    number = value.to(wide(value.dtype))
+    number = value.to(compute_dtype(value.dtype))
     yield (number * -1.5 - span).to(value.dtype)
     yield (number * 2).to(value.dtype)
     yield (number + _uniform(number, 0.0, 0.01 * span, 3)).to(value.dtype)
@@ -105,7 +105,7 @@ def _rolled(value: torch.Tensor) -> torch.Tensor:
     return value.reshape(-1).roll(1).view(value.shape)
 
 
-def specials(value: torch.Tensor) -> Iterator[torch.Tensor]:
+def non_finite(value: torch.Tensor) -> Iterator[torch.Tensor]:
     """NaN and infinities, for calls that test for them."""
     if value.dtype.is_floating_point and value.layout is torch.strided and value.numel():
         for number in (float("nan"), float("inf"), float("-inf")):
@@ -232,7 +232,7 @@ def _uniform(value: torch.Tensor, low: float, high: float, turn: int) -> torch.T
     if value.is_complex():
         real = torch.view_as_real(value)
         return torch.view_as_complex(_uniform(real, low, high, turn).contiguous())
-    dtype = wide(value.dtype)
+    dtype = compute_dtype(value.dtype)
     limit = torch.finfo(value.dtype).max
     low, high = max(low, -limit), min(high, limit)
     numbers = _some(value, turn).to(dtype) * (high - low) + low
@@ -272,7 +272,7 @@ def _is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """A dtype to compute in: narrow floats support no arithmetic."""
     if dtype.is_complex:
         return torch.complex64 if dtype is torch.complex32 else dtype

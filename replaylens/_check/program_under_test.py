@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
-from .._ir.equality import difference, kind_of, same
+from .._ir.equality import difference, same, tensor_kind
 from .._ir.graph import Graph
 from .._ir.node import Call, Input, Ref, State, refs_in, refs_of, specs_of
 from .._ir.printer import expression
-from .._ir.trees import Branch, freeze_deep, leaves, part_at, remake
+from .._ir.trees import Branch, freeze_deep, leaves, map_leaves, part_at
 from .._ir.util import cached_property, notes_of
 from .._ir.validate import problems, unguarded_shapes
 from .._replay.interpreter import Code
@@ -30,7 +30,7 @@ from .._replay.replay import replay
 from .._replay.request import Request
 from .._replay.supply import Run
 from ..errors import DivergedReplay
-from .report import Finding, LawResult, at_name, at_node
+from .report import Finding, LawResult, finding_at, finding_at_name
 
 
 @frozen(eq=False)
@@ -101,7 +101,7 @@ def whole_replay(program: ProgramUnderTest) -> LawResult:
         return LawResult(asked, (Finding("", f"leaves the recorded path: {_first_line(error)}"),), unit=unit)
     except Exception as error:
         name = next((words[1] for words in map(_node_of, notes_of(error)) if words), "")
-        return LawResult(asked, (at_name(graph, name, f"raises {type(error).__name__}"),), unit=unit)
+        return LawResult(asked, (finding_at_name(graph, name, f"raises {type(error).__name__}"),), unit=unit)
     failures = (*_outputs(record, program.returned, run), *_changes(record, run))
     return LawResult(asked, failures, unit=unit, holds="bit for bit")
 
@@ -133,8 +133,8 @@ def _changes(record: Record, run: Run) -> Iterator[Finding]:
 
 
 def _value_difference(graph: Graph, name: str, fact: str, one: torch.Tensor, other: torch.Tensor) -> Finding:
-    kinds = f": {kind_of(one)[:3]}, not {kind_of(other)[:3]}" if kind_of(one) != kind_of(other) else ""
-    return at_name(graph, name, fact + kinds, difference=difference(one, other))
+    kinds = f": {tensor_kind(one)[:3]}, not {tensor_kind(other)[:3]}" if tensor_kind(one) != tensor_kind(other) else ""
+    return finding_at_name(graph, name, fact + kinds, difference=difference(one, other))
 
 
 def _opened(output: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -148,7 +148,7 @@ def _opened(output: Any) -> tuple[Any, list[torch.Tensor]]:
     tree = freeze_deep(output, leaf)
     places = [one for one in leaves(tree) if type(one) is Ref]
     numbers = count()
-    counted = remake(tree, lambda one: Ref("value", (next(numbers),)) if type(one) is Ref else one)
+    counted = map_leaves(tree, lambda one: Ref("value", (next(numbers),)) if type(one) is Ref else one)
     return counted, [found[one.path[0] - 1] for one in places]
 
 
@@ -196,7 +196,7 @@ def _overwritten(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
             place = record.place_of(ref)
             own = isinstance(node, State) and place is not None and not place.is_as_it_was()
             fact = f"{what} {place.change if own and place is not None else 'was overwritten since the capture'}"
-            yield evolve(at_name(record.graph, ref.node, fact), is_stale=True)
+            yield evolve(finding_at_name(record.graph, ref.node, fact), is_stale=True)
 
 
 def _of_another_kind(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
@@ -208,13 +208,15 @@ def _of_another_kind(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]
             shape = tuple(value.shape) if not value.is_nested else ()
             mine, wanted = (shape, value.dtype, str(value.device)), (spec.shape, spec.dtype, spec.device)
             if mine != wanted:
-                yield at_name(record.graph, node.name, f"{ref} was saved as {mine}, and is said to be {wanted}")
+                yield finding_at_name(record.graph, node.name, f"{ref} was saved as {mine}, and is said to be {wanted}")
 
 
-def well_formed(program: ProgramUnderTest) -> LawResult:
+def is_well_formed(program: ProgramUnderTest) -> LawResult:
     """Check the invariants of graphs."""
     graph = program.graph
-    failures = [at_name(graph, problem.node, problem.fact) for problem in (*problems(graph), *unguarded_shapes(graph))]
+    failures = [
+        finding_at_name(graph, problem.node, problem.fact) for problem in (*problems(graph), *unguarded_shapes(graph))
+    ]
     if not failures:
         orphans = _orphans(graph) if program.as_captured else ()
         failures = [*_dangling(graph), *_specs(graph), *_state(graph), *orphans]
@@ -235,7 +237,7 @@ def _dangling(graph: Graph) -> Iterator[Finding]:
         yield Finding(name, "is set aside as an orphan, and is no node")
     for ref in dict.fromkeys(refs_in(graph.inputs)):
         if ref in given and not isinstance(graph[ref.node], Input):
-            yield at_name(graph, ref.node, "stands among the inputs, and is none")
+            yield finding_at_name(graph, ref.node, "stands among the inputs, and is none")
 
 
 def _specs(graph: Graph) -> Iterator[Finding]:
@@ -243,10 +245,10 @@ def _specs(graph: Graph) -> Iterator[Finding]:
     for call in graph.calls:
         count = len(refs_in(call.returns))
         if count != len(call.meaning):
-            yield at_node(call, f"gives {count} tensors, and says of {len(call.meaning)} what they are")
+            yield finding_at(call, f"gives {count} tensors, and says of {len(call.meaning)} what they are")
         for ref in (*refs_in(call.returns), *refs_in(call.result)):
             if ref.node != call.name:
-                yield at_node(call, f"gives {ref}, which is another node's")
+                yield finding_at(call, f"gives {ref}, which is another node's")
 
 
 def _state(graph: Graph) -> Iterator[Finding]:
@@ -262,8 +264,8 @@ def _orphans(graph: Graph) -> Iterator[Finding]:
     above = graph.ancestors([ref.node for ref in graph.wanted_refs])
     for node in graph.nodes:
         if node.name in graph.orphans and node.name in above:
-            yield at_node(node, "is set aside as an orphan, and reaches an output")
+            yield finding_at(node, "is set aside as an orphan, and reaches an output")
         if node.name in graph.orphans and node.name in below and isinstance(node, Call):
-            yield at_node(node, "is set aside as an orphan, and comes from an input")
+            yield finding_at(node, "is set aside as an orphan, and comes from an input")
         if isinstance(node, Call) and node.name not in graph.orphans | above | below:
-            yield at_node(node, "comes from no input and reaches no output, and is not set aside")
+            yield finding_at(node, "comes from no input and reaches no output, and is not set aside")

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 
 from .._ir.graph import Graph
 from .._ir.node import Node, Source
-from .._ir.printer import line as line_of
+from .._ir.printer import node_line as line_of
 from .._ir.util import optional
 
 
@@ -36,12 +36,12 @@ class Finding:
         return "\n".join([row for row in (*rows, self.source.indented if self.source else "") if row])
 
 
-def at_name(graph: Graph, name: str, fact: str, **more: Any) -> Finding:
+def finding_at_name(graph: Graph, name: str, fact: str, **more: Any) -> Finding:
     """A finding at the node of this name, with its line of the program; at the bare name if there is no such node."""
-    return at_node(graph[name], fact, **more) if name in graph else Finding(name, fact, **more)
+    return finding_at(graph[name], fact, **more) if name in graph else Finding(name, fact, **more)
 
 
-def at_node(node: Node, fact: str, **more: Any) -> Finding:
+def finding_at(node: Node, fact: str, **more: Any) -> Finding:
     """A finding at a node, with its line of the program and its line of the user's code."""
     text = line_of(node)
     short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

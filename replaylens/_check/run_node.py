@@ -13,12 +13,11 @@ import torch
 from attrs import frozen
 
 from .._ir.autograd import as_leaf
-from .._ir.equality import plain, same
+from .._ir.equality import REARRANGED, as_dense, same
 from .._ir.node import Call, Ref, refs_of
-from .._ir.tolerances import REARRANGED
 from .._ir.trees import part_at
 from .._ir.write import Write
-from .._replay.alias_analysis import NONE
+from .._replay.alias_analysis import NO_REFS
 from .._replay.compile import Mode, caller
 from .._replay.interpreter import modes
 from .._replay.record import Record
@@ -45,7 +44,7 @@ class NodeRunner:
         return {ref: part_at(made, ref.path) for ref in self.gives}
 
 
-def ready(node: Call, draws: Mapping[str, torch.Tensor]) -> NodeRunner:
+def node_runner(node: Call, draws: Mapping[str, torch.Tensor]) -> NodeRunner:
     """A runner for a call, with its recorded generator state or another one."""
     reads = tuple(dict.fromkeys(node.refs))
     slots = {ref: number for number, ref in enumerate(reads)}
@@ -59,12 +58,12 @@ def ready(node: Call, draws: Mapping[str, torch.Tensor]) -> NodeRunner:
     return NodeRunner(node, reads, refs_of(node), read, call, template)
 
 
-def as_replayed(node: Call, apart: Mapping[str, frozenset[Ref]]) -> Call:
+def as_in_replay(node: Call, apart: Mapping[str, frozenset[Ref]]) -> Call:
     """The call as an unpatched replay runs it: detached views that it writes through are read from their base."""
-    return node.keeping(apart.get(node.name, NONE)) if isinstance(node, Write) else node
+    return node.keeping(apart.get(node.name, NO_REFS)) if isinstance(node, Write) else node
 
 
-class Values:
+class WalkValues:
     """The values of a program during a walk: the recorded ones, and those recomputed on the way."""
 
     def __init__(self, record: Record) -> None:
@@ -93,11 +92,11 @@ class Values:
             del self.made[ref]
 
 
-def drawing_otherwise(node: Call, draws: Mapping[str, torch.Tensor], seed: int) -> NodeRunner:
+def with_other_draw(node: Call, draws: Mapping[str, torch.Tensor], seed: int) -> NodeRunner:
     """A runner for the call with another generator state."""
     assert node.draws is not None
     state = torch.Generator().manual_seed(seed).get_state()
-    return ready(node, {**draws, node.draws: state})
+    return node_runner(node, {**draws, node.draws: state})
 
 
 _TIMES = 5
@@ -116,8 +115,8 @@ def _spread(repeated: list[Any], saved: torch.Tensor) -> float | None:
         return None
     if all(same(first, other) for other in repeated[1:]):
         return None
-    values = torch.stack([plain(one).to(torch.float64) for one in repeated])
-    low, high, wanted = values.amin(0), values.amax(0), plain(saved).to(torch.float64)
+    values = torch.stack([as_dense(one).to(torch.float64) for one in repeated])
+    low, high, wanted = values.amin(0), values.amax(0), as_dense(saved).to(torch.float64)
     spread = float((high - low).max())
     is_among = bool(((wanted >= low - spread) & (wanted <= high + spread)).all())
     return spread if is_among and spread <= REARRANGED.of_largest * float(values.abs().max()) else None

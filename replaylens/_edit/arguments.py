@@ -18,7 +18,7 @@ from attrs import frozen
 
 from .._ir.graph import Graph
 from .._ir.node import Call, Ref, State, refs_in
-from .._ir.ops import info
+from .._ir.ops import op_info
 from ..errors import BadEdit
 
 _SAME = {"self": "input", "train": "training"}
@@ -81,7 +81,7 @@ def _of_schema(function: Callable[..., Any], tensors: int) -> tuple[SignaturePar
     module = getattr(function, "__module__", None) or getattr(getattr(function, "__objclass__", None), "__module__", "")
     if not word or not str(module or "torch").startswith("torch"):
         return None
-    forms = [[one for one in overload._schema.arguments if one.name != "out"] for overload in info(word).overloads]
+    forms = [[one for one in overload._schema.arguments if one.name != "out"] for overload in op_info(word).overloads]
     fitting = [form for form in forms if all("Tensor" in str(argument.type) for argument in form[:tensors])]
     if not forms:
         return None
@@ -126,7 +126,7 @@ class _GivenArgument:
     is_computed: bool  # not parameters and buffers alone
 
 
-def fitted(graph: Graph, call: Call, function: Callable[..., Any], with_args: bool = True) -> Arguments:
+def arguments_for(graph: Graph, call: Call, function: Callable[..., Any], with_args: bool = True) -> Arguments:
     """The arguments of a function in the place of a call; without `with_args` only the tensors that the call computes
     with.
     """
@@ -183,12 +183,12 @@ def _misfit_text(
     takes = f"needs {', '.join(missing)} besides" if missing else f"takes {number} that can be a tensor"
     return (
         f"{call.name} computes with {', '.join(computed) or 'no tensor'}; "
-        f"{name_of(function)} {takes}.\n"
+        f"{function_name(function)} {takes}.\n"
         f"By name it can have {', '.join(others) or 'nothing'}. Wrap it in a lambda that takes what there is."
     )
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def function_name(function: Callable[..., Any]) -> str:
     """What people call a function: `gelu`, `lambda`, `Linear`."""
     inner = getattr(function, "func", function)
     word = getattr(inner, "__name__", type(inner).__name__)

@@ -1,23 +1,25 @@
-"""Edges: what one node reads from another, and reading another value instead.
+"""Edges: what one node reads from another. Reading another value instead, and nodes that are bypassed.
 
 In: a Graph, a value, and its readers. Out: a Graph in which they read it through a node of its own, or read another
-value; or an error that says what they read.
+value, or in which a call is an alias of a value that it reads; or an error that says what they read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
 
 from .._ir.graph import Graph, InnerGradient
-from .._ir.label import fresh
-from .._ir.node import Call, Ref, specs_of
+from .._ir.label import unused_name
+from .._ir.node import Call, Const, Ref, State, TensorSpec, specs_of, value_of
+from .._ir.printer import specs_text
 from .._ir.runtime import alias
 from .._ir.target import Target
 from ..errors import BadEdit, ShapeMismatch
 from .rewrite import insert_after, replace, rewire
+from .unwrite import with_plain_call
 
 OUTPUT = "output"
 
@@ -43,7 +45,7 @@ class Edge:
         return f"Edge({self.sender!r}, {self.receiver!r})"
 
 
-def tapped(graph: Graph, sender: tuple[Ref, ...], readers: Sequence[str]) -> tuple[Graph, tuple[str, ...]]:
+def with_edge_nodes(graph: Graph, sender: tuple[Ref, ...], readers: Sequence[str]) -> tuple[Graph, tuple[str, ...]]:
     """The graph with a node for what some nodes read from one, read by them alone; and the names of such nodes.
 
     A sender of several values gets one node for each value that they read.
@@ -54,7 +56,7 @@ def tapped(graph: Graph, sender: tuple[Ref, ...], readers: Sequence[str]) -> tup
     for ref in read:
         who = readers[0] if len(readers) == 1 else f"{readers[0]}_and_{len(readers) - 1}_more"
         part = "".join(f"_{step}" for step in ref.path)
-        name = fresh(f"{ref.node.replace(':', '_p')}{part}_to_{who.replace(':', '_p')}", graph.positions)
+        name = unused_name(f"{ref.node.replace(':', '_p')}{part}_to_{who.replace(':', '_p')}", graph.positions)
         node = graph[ref.node]
         copy = Call(
             name,
@@ -72,7 +74,7 @@ def tapped(graph: Graph, sender: tuple[Ref, ...], readers: Sequence[str]) -> tup
     return graph, tuple(names)
 
 
-def is_tap(call: Any) -> bool:
+def is_edge_node(call: Any) -> bool:
     """True for a node that stands for an edge, as long as nothing has patched it."""
     return isinstance(call, Call) and call.kind == "edge" and call.target.function is alias
 
@@ -117,3 +119,80 @@ def rewired(graph: Graph, readers: Sequence[str], old: Ref, new: Ref) -> Graph:
     made = rewire(graph, readers, {old: new})
     calls = [call for call in made.calls if call.name in readers]
     return replace(made, {call.name: (evolve(call, edited=f"reads {new}, not {old}"),) for call in calls})
+
+
+def bypassed(graph: Graph, name: str, to: Any, resolve: Callable[[Any], Ref]) -> Graph:
+    """The graph in which the call returns a value that it reads: the only one of its shape, or the one that `to` names
+    or numbers.
+    """
+    node = graph[name]
+    while isinstance(node, Call) and node.edits is not None:  # a patch stands for what it patches
+        node = graph[node.edits]
+    if isinstance(node, Call) and node.target.function is alias:
+        return graph
+    if isinstance(node, Call) and type(value_of(node)) is not Ref:
+        raise BadEdit(f"{node.name} gives several tensors, and can return only one. Bypass what reads it.")
+    graph, name = with_plain_call(graph, node.name, still_writes=False)
+    call = graph[name]
+    assert isinstance(call, Call)
+    ref = _handed_on(graph, call, to, resolve)
+    made = evolve(
+        call,
+        kind="alias",
+        target=Target.of(alias),
+        args=(ref,),
+        kwargs=(),
+        draws=None,
+        is_dynamic=False,
+        is_overwritten=False,
+        is_differentiated=False,
+        is_shared=False,
+        is_twice=False,
+        edited=f"was {call.kind}",
+    )
+    return replace(graph, {name: (made,)})
+
+
+def _handed_on(graph: Graph, call: Call, to: Any, resolve: Callable[[Any], Ref]) -> Ref:
+    read = tuple(dict.fromkeys(call.refs))
+    computed = [ref for ref in read if not isinstance(graph[ref.node], (State, Const))] or list(read)
+    if to is not None:
+        ref = _named(call, computed, read, to, resolve)
+        if _kind(graph, ref) != _kind(graph, Ref(call.name)):
+            raise BadEdit(_misfit_text(graph, call, [ref]))
+        return ref
+    fitting = [ref for ref in computed if _kind(graph, ref) == _kind(graph, Ref(call.name))]
+    if not fitting:
+        raise BadEdit(_misfit_text(graph, call, computed))
+    if len(fitting) > 1:
+        first = fitting[0]
+        raise BadEdit(
+            f"{call.name} reads {len(fitting)} values of its shape: {', '.join(map(str, fitting))}.\n"
+            f"Say which one it should return: bypass({call.name!r}, to={computed.index(first)}), or to={first.node!r}."
+        )
+    return fitting[0]
+
+
+def _named(call: Call, computed: list[Ref], read: tuple[Ref, ...], to: Any, resolve: Callable[[Any], Ref]) -> Ref:
+    if type(to) is int:
+        if not -len(computed) <= to < len(computed):
+            raise BadEdit(f"{call.name} has no input {to}: it computes with {', '.join(map(str, computed)) or 'none'}.")
+        return computed[to]
+    ref = resolve(to)
+    if ref not in read:
+        raise BadEdit(f"{call.name} does not read {ref}: it reads {', '.join(map(str, read)) or 'nothing'}.")
+    return ref
+
+
+def _kind(graph: Graph, ref: Ref) -> Any:
+    meaning = specs_of(graph[ref.node])[ref]
+    return meaning.shape, meaning.dtype, meaning.device
+
+
+def _misfit_text(graph: Graph, call: Call, refs: list[Ref]) -> str:
+    def shown(ref: Ref) -> str:
+        found: TensorSpec = specs_of(graph[ref.node])[ref]
+        return f"{ref} ({found})"
+
+    reads = ", ".join(map(shown, refs)) or "nothing"
+    return f"{call.name} gives {specs_text(call.meaning)}, and reads {reads}: it cannot return that."

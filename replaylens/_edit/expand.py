@@ -23,12 +23,12 @@ import torch
 from attrs import evolve, frozen
 
 from .._ir.graph import Graph
-from .._ir.label import Label, primed
+from .._ir.label import Label, primed_name
 from .._ir.node import Call, Input, Node, Ref, TensorSpec, specs_of, value_of
-from .._ir.ops import Quirk, info
+from .._ir.ops import Quirk, op_info
 from .._ir.target import Target
 from .._ir.torch_private import HigherOrderOperator
-from .._ir.trees import part_at, remake
+from .._ir.trees import map_leaves, part_at
 from ..errors import NoSuchLayer
 from .open_forms.attention import (
     Opened,
@@ -91,7 +91,7 @@ def expandable(graph: Graph) -> tuple[Call, ...]:
     return tuple([call for call in graph.calls if open_form(call.target) and call.name not in graph.orphans])
 
 
-def chosen(graph: Graph, what: Any, named: Callable[[Any], Iterable[str]]) -> list[str]:
+def calls_to_expand(graph: Graph, what: Any, named: Callable[[Any], Iterable[str]]) -> list[str]:
     """The names of the calls to open: all of a kind, else those with an open form among what the key is `named`."""
     able = {call.name: call.kind for call in expandable(graph)}
     if found := [name for name, kind in able.items() if kind == what]:
@@ -137,7 +137,7 @@ def _ready(graph: Graph, call: Call) -> Graph:
         evolve(node, kind=_kind(node), is_differentiated=call.is_differentiated) if isinstance(node, Call) else node
         for node in graph.nodes
     ]
-    return evolve(graph, nodes=tuple(nodes), output=remake(value_of(call), lambda leaf: parts.get(leaf, leaf)))
+    return evolve(graph, nodes=tuple(nodes), output=map_leaves(value_of(call), lambda leaf: parts.get(leaf, leaf)))
 
 
 def _kind(node: Node) -> str:
@@ -170,7 +170,7 @@ def _in_autocast(call: Call, form: OpenForm, args: Any, kwargs: Any) -> Opened:
     inside.
     """
     mode = next((mode for mode in call.context.autocast if call.meaning[0].device.startswith(mode[0])), None)
-    if mode is None or not info(call.target).has(Quirk.ATTENTION):
+    if mode is None or not op_info(call.target).has(Quirk.ATTENTION):
         return form(*args, **kwargs)
     device, dtype, _ = mode
 
@@ -257,5 +257,5 @@ class FreshNames:
         return label if is_free else f"{word}_of_{base}"
 
     def _new(self, label: str, number: str) -> str:
-        self.taken.add(name := primed(str(Label(label, number)), self.taken))
+        self.taken.add(name := primed_name(str(Label(label, number)), self.taken))
         return name

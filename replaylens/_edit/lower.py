@@ -14,15 +14,15 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._ir.graph import Graph
-from .._ir.label import beside, fresh
+from .._ir.label import name_beside, unused_name
 from .._ir.node import Call, Const, Input, Node, Ref, TensorSpec, refs_in, refs_of, specs_of, value_of
-from .._ir.runtime import alias, gathered, laid_out, outside_inference
+from .._ir.runtime import alias, gathered, in_old_layout, outside_inference
 from .._ir.target import Target
-from .._ir.trees import freeze, freeze_deep, leaves, remake, remake_shared, thaw
+from .._ir.trees import freeze, freeze_deep, leaves, map_leaves, map_leaves_shared, thaw
 from ..errors import ShapeMismatch
-from .edges import is_tap
+from .edges import is_edge_node
 from .patch import Apply, Chain, Patch
-from .patch_ops import of_own_copies
+from .patch_ops import apply_to_copies
 from .rewrite import renamed, replace
 
 
@@ -53,10 +53,10 @@ def _steps(patch: Patch) -> tuple[Patch, ...]:
 def _lower(graph: Graph, name: str, patch: Patch) -> Lowered:
     """A patch of all that a node gives."""
     node = graph[name]
-    if isinstance(node, Call) and is_tap(node):
+    if isinstance(node, Call) and is_edge_node(node):
         call, tensors, constants = _patch_call(graph, name, node.refs[0], patch, node)
         return Lowered(replace(graph, {name: (*constants, call)}), tensors)
-    before = fresh(beside(name, "before"), graph.positions)
+    before = unused_name(name_beside(name, "before"), graph.positions)
     old, whole = renamed(node, before), value_of(node)
     to_old = dict(zip(refs_of(node), refs_of(old), strict=True))
     if type(whole) is not Ref:
@@ -69,31 +69,31 @@ def _lower(graph: Graph, name: str, patch: Patch) -> Lowered:
 def _lower_parts(graph: Graph, name: str, patches: Sequence[tuple[Ref, Sequence[Patch]]]) -> Lowered:
     """Patches of some of the values that a node gives, and a node that gives all of them again."""
     node = graph[name]
-    before = fresh(beside(name, "before"), graph.positions)
+    before = unused_name(name_beside(name, "before"), graph.positions)
     old, whole = renamed(node, before), value_of(node)
     to_old = dict(zip(refs_of(node), refs_of(old), strict=True))
     now, nodes, tensors, taken = dict(to_old), [old], {}, {*graph.positions, before}
     for ref, steps in patches:
         for step in steps:
-            part = fresh(beside(name, f"part_{'_'.join(map(str, ref.path))}"), taken)
+            part = unused_name(name_beside(name, f"part_{'_'.join(map(str, ref.path))}"), taken)
             call, found, constants = _patch_call(graph, part, now[ref], step, node)
             nodes += [*constants, call]
             now[ref] = Ref(part)
             tensors.update(found)
             taken.add(part)
-    parts = remake(whole, lambda leaf: now.get(leaf, leaf) if type(leaf) is Ref else leaf)
+    parts = map_leaves(whole, lambda leaf: now.get(leaf, leaf) if type(leaf) is Ref else leaf)
     words = ", ".join(f"{'[' + ']['.join(map(str, ref.path)) + ']'}: {steps}" for ref, steps in patches)
     gather, refs = _gather(node, before, whole, parts, words)
     return Lowered(_stand_in(graph, node, (*nodes, gather), {**to_old, **refs}), tensors)
 
 
-def in_their_layout(graph: Graph, names: Iterable[str]) -> Graph:
+def keeping_layouts(graph: Graph, names: Iterable[str]) -> Graph:
     """The graph, with these patches giving their results in the memory layout of the values that they change."""
     made = {}
     for name in names:
         call = graph[name]
         assert isinstance(call, Call)
-        made[name] = (evolve(call, target=Target.of(laid_out), args=(call.target, *call.args)),)
+        made[name] = (evolve(call, target=Target.of(in_old_layout), args=(call.target, *call.args)),)
     return replace(graph, made)
 
 
@@ -102,7 +102,7 @@ def _stand_in(graph: Graph, node: Node, nodes: tuple[Node, ...], refs: Mapping[R
     changes: dict[str, Any] = {}
     if isinstance(node, Input):
         whole, old = Ref(node.name), Ref(nodes[0].name)
-        changes["inputs"] = remake_shared(
+        changes["inputs"] = map_leaves_shared(
             graph.inputs, lambda leaf: old if type(leaf) is Ref and leaf == whole else leaf
         )
     if node.name in graph.orphans:
@@ -115,7 +115,7 @@ def _gather(node: Node, before: str, whole: Any, parts: Any, edited: str) -> tup
     assert isinstance(node, Call)
     returns = _numbered(node.name, whole)
     refs = dict(zip(refs_in(whole), refs_in(returns), strict=True))
-    result = remake(whole, lambda leaf: refs.get(leaf, leaf) if type(leaf) is Ref else leaf)
+    result = map_leaves(whole, lambda leaf: refs.get(leaf, leaf) if type(leaf) is Ref else leaf)
     meanings = specs_of(node)
     call = Call(
         node.name,
@@ -151,14 +151,14 @@ def _lower_several(graph: Graph, node: Node, old: Node, to_old: Mapping[Ref, Ref
         )
     whole = value_of(node)
     gather, refs = _gather(node, old.name, whole, whole, repr(patch))
-    args = (remake(whole, lambda leaf: to_old.get(leaf, leaf)), patch.fn)
+    args = (map_leaves(whole, lambda leaf: to_old.get(leaf, leaf)), patch.fn)
     call = evolve(gather, kind="apply", target=Target.of(apply_to_several), args=args)
     return Lowered(_stand_in(graph, node, (old, call), {**to_old, **refs}))
 
 
 def apply_to_several(values: Any, fn: Callable[[Any], Any]) -> tuple[Any, ...]:
     """What a function makes of several values at once. It gets copies, and must return as many of the same shapes."""
-    made = of_own_copies(fn, values)
+    made = apply_to_copies(fn, values)
     before, after = _tensors(values), _tensors(made)
     if [_kind(tensor) for tensor in before] != [_kind(tensor) for tensor in after]:
         shown = ", ".join(map(_kind, after)) or type(made).__name__
@@ -198,7 +198,7 @@ def _patch_call(
         if not isinstance(arg, torch.Tensor):
             given.append(freeze(arg, _no_tensor))
             continue
-        constant = fresh(f"constant_{len(tensors) + 1}_of_{name}", taken)
+        constant = unused_name(f"constant_{len(tensors) + 1}_of_{name}", taken)
         taken.add(constant)
         tensors[constant] = arg = outside_inference(arg) if graph.is_ordinary else arg
         constants.append(Const(constant, "patch", TensorSpec.of(arg)))
@@ -216,7 +216,7 @@ def _patch_call(
 
 def _call_at(graph: Graph, name: str, reads: Ref, node: Node) -> Call:
     """An alias of one of a node's values, with its spec, scope and source."""
-    known = next(m for ref, m in specs_of(node).items() if ref.path == reads.path or is_tap(node))
+    known = next(m for ref, m in specs_of(node).items() if ref.path == reads.path or is_edge_node(node))
     return Call(
         name,
         "alias",

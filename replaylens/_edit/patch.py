@@ -1,8 +1,8 @@
 """Patches: interventions as frozen values, such as `Zero("b [c] h w", c=[3, 7])` and `Add(v) >> Clamp(max=6)`.
 
 In: what a user gives to a patch, checked as far as possible before its site is known. Out: a value that compares by
-content, prints as it was written, and composes. Bound to the values that its sources have at a site (bind.py), it is a
-pure function of one tensor, and `terms()` gives that function as a call that a program can hold.
+content, prints as it was written, and composes. `bind` puts the values that its sources have at a site in their place;
+then it is a pure function of one tensor, and `terms()` gives that function as a call that a program can hold.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import torch
 from attrs import field, fields, frozen
 
-from .._ir.equality import same
+from .._ir.equality import same, unit_error
 from .._ir.target import Target
-from .._ir.tolerances import unit_error
 from .._ir.torch_private import peek_interpreter_stack
+from .._ir.trees import freeze_deep
 from .._ir.value_source import ValueSource
-from ..errors import BadPart, BadPatch
+from ..errors import BadPart, BadPatch, NoSuchLayer
 from . import patch_ops
 from .part import Part, as_part
 
@@ -614,3 +614,49 @@ def _require_bound(patch: Patch, source: Any) -> torch.Tensor:
             f"{patch!r} is not bound to a site. Replay a program with it, or call `patch.bound(look)` first."
         )
     return source
+
+
+def bind(patch: Patch, name: str, number: int | None = None) -> Patch:
+    """The patch with what its sources have at the site of this name; where they have several tensors, the one with this
+    number.
+    """
+
+    def look(source: ValueSource) -> torch.Tensor:
+        try:
+            found = source._value_for(name)
+        except NoSuchLayer as error:
+            raise NoSuchLayer(
+                f"{patch!r} takes what {source!r} has at {name!r}, and it has no such layer: {error}\n"
+                "Say which layer of it is meant: From(other['...'])."
+            ) from error
+        flat: list[torch.Tensor] = []
+        freeze_deep(found, flat.append)
+        if (number is None and len(flat) != 1) or (number is not None and number >= len(flat)):
+            raise BadPatch(
+                f"{patch!r} takes what {source!r} has at {name!r}, and that is {len(flat)} tensors; "
+                f"{'one is' if number is None else 'more are'} needed here."
+            )
+        return flat[number or 0]
+
+    return patch.bound(look)
+
+
+def has_source(what: Any) -> bool:
+    """True if it takes what a program or run has at each site, and so means nothing at sites that these lack."""
+    if isinstance(what, (list, tuple)):
+        return any(has_source(one) for one in what)
+    if not isinstance(what, Patch):
+        return isinstance(what, ValueSource)
+
+    def look(source: ValueSource) -> torch.Tensor:
+        raise _AskedSource
+
+    try:
+        what.bound(look)
+    except _AskedSource:
+        return True
+    return False
+
+
+class _AskedSource(Exception):
+    """A patch asked for the value of a source."""

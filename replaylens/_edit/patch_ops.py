@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._ir.autograd import history_of, saved_below, without_way_back
-from .._ir.copies import writable_copy
+from .._ir.autograd import history_of, refusing_gradient, saved_below
 from .._ir.equality import same, same_content
+from .._ir.memory import writable_copy
 from .._ir.target import Target
 from .._ir.torch_private import is_any_autocast_on, outside_of_transforms, peek_interpreter_stack
 from .._ir.trees import freeze_deep, thaw
@@ -237,10 +237,10 @@ def rotate(
 
 def apply(value: Tensor, fn: Callable[[Tensor], Tensor], part: Part | None = None) -> Tensor:
     """What a function makes of the value, or of a part of it. It gets a copy, which it may write to."""
-    return _changed(value, part, "Apply", lambda old: of_own_copies(fn, old))
+    return _changed(value, part, "Apply", lambda old: apply_to_copies(fn, old))
 
 
-def of_own_copies(fn: Callable[[Any], Any], values: Any) -> Any:
+def apply_to_copies(fn: Callable[[Any], Any], values: Any) -> Any:
     """What a function makes of a value, or of several. It gets copies, which it may write to. If it returns a copy
     unchanged, or a view of the whole of it, that is the value itself.
 
@@ -265,7 +265,7 @@ def of_own_copies(fn: Callable[[Any], Any], values: Any) -> Any:
         return values
     if not any(_changed_saved_value(*one) for one in given):
         return made
-    return thaw(freeze_deep(made, lambda tensor: without_way_back(tensor, _UNSEEN)), _same)
+    return thaw(freeze_deep(made, lambda tensor: refusing_gradient(tensor, _UNSEEN)), _same)
 
 
 def _with_unchanged_values(made: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
@@ -327,7 +327,7 @@ def own_copy(tensor: Tensor) -> Tensor:
     return writable_copy(tensor)
 
 
-def is_act(function: Callable[..., Any]) -> bool:
+def is_patch_op(function: Callable[..., Any]) -> bool:
     """True for the functions of this module, which patches stand for."""
     return getattr(function, "__module__", None) == __name__
 

@@ -1,20 +1,22 @@
-"""The moves that every edit consists of: replace nodes, read another value, remove, splice, prune.
+"""The moves that every edit consists of (replace nodes, read another value, remove, splice, prune), and which
+values an edit leaves alone.
 
 In: a lawful Graph and a change. Out: a lawful Graph. Nodes that an edit does not touch keep their names, guards keep
 their places, and calls that run others again (a gradient inside the forward) run what is now in their place. No tensor
-is touched here: specs of changed nodes are updated when the edited graph runs.
+is touched here: specs of changed nodes are updated when the edited graph runs. A node gives the same value before and
+after an edit if it is the same call on the same values, whatever their names are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve, frozen
 
 from .._ir.graph import Graph, InnerGradient
-from .._ir.label import Label, fresh
+from .._ir.label import Label, unused_name
 from .._ir.node import (
     Call,
     Const,
@@ -26,18 +28,19 @@ from .._ir.node import (
     State,
     TensorSpec,
     refs_in,
-    remade,
+    refs_of,
     specs_of,
     value_of,
+    with_leaves,
 )
 from .._ir.runtime import alias, gathered
 from .._ir.target import Target
-from .._ir.trees import Branch, keyed, leaves, remake, walk
+from .._ir.trees import Branch, keyed_items, leaves, map_leaves, walk
 from .._ir.validate import require_lawful
 from ..errors import ReplaylensError
 
 Refs = Mapping[Ref, Ref]
-NOTHING: Mapping[Any, Any] = MappingProxyType({})
+NO_REFS: Mapping[Any, Any] = MappingProxyType({})
 
 
 # -- names and values of nodes -----------------------------------------------------------------------------------------
@@ -48,14 +51,14 @@ def renamed(node: Node, name: str) -> Node:
     if not isinstance(node, Call):
         return evolve(node, name=name)
     own = lambda leaf: evolve(leaf, node=name) if type(leaf) is Ref and leaf.node == node.name else leaf  # noqa: E731
-    return evolve(node, name=name, returns=remake(node.returns, own), result=remake(node.result, own))
+    return evolve(node, name=name, returns=map_leaves(node.returns, own), result=map_leaves(node.result, own))
 
 
 def reading(node: Node, refs: Refs) -> Node:
     """The same node, reading other values; the node itself if it reads none of these."""
     if not isinstance(node, Call) or not any(ref in refs for ref in node.refs):
         return node
-    return remade(node, _swap(refs))
+    return with_leaves(node, _swap(refs))
 
 
 def _swap(refs: Refs) -> Any:
@@ -65,7 +68,7 @@ def _swap(refs: Refs) -> Any:
 # -- the moves ---------------------------------------------------------------------------------------------------------
 
 
-def replace(graph: Graph, instead: Mapping[str, Sequence[Node]], refs: Refs = NOTHING, **changes: Any) -> Graph:
+def replace(graph: Graph, instead: Mapping[str, Sequence[Node]], refs: Refs = NO_REFS, **changes: Any) -> Graph:
     """Put other nodes in the place of some: for each name, the nodes that take its place, in order.
 
     All other nodes, guards and outputs read through `refs`. `changes` are other fields of the graph, taken as they are.
@@ -81,8 +84,8 @@ def replace(graph: Graph, instead: Mapping[str, Sequence[Node]], refs: Refs = NO
         fields["written"] = frozenset([refs.get(ref, ref) for ref in graph.written])
     if refs:
         swap = _swap(refs)
-        fields["output"] = remake(graph.output, swap)
-        fields["module_outputs"] = tuple([(scope, remake(tree, swap)) for scope, tree in graph.module_outputs])
+        fields["output"] = map_leaves(graph.output, swap)
+        fields["module_outputs"] = tuple([(scope, map_leaves(tree, swap)) for scope, tree in graph.module_outputs])
         fields["changes"] = tuple([(address, refs.get(ref, ref)) for address, ref in graph.changes])
     return require_lawful(recompute_region(graph, evolve(graph, **{"nodes": tuple(nodes), **fields, **changes}), refs))
 
@@ -94,10 +97,10 @@ def _moved_guard(guard: Guard, places: Sequence[int], refs: Refs) -> Guard:
 
 def guard_reading(guard: Guard, refs: Refs) -> Guard:
     """The same guard, reading other values."""
-    return remade(guard, _swap(refs)) if any(ref in refs for ref in guard.refs) else guard
+    return with_leaves(guard, _swap(refs)) if any(ref in refs for ref in guard.refs) else guard
 
 
-def insert_after(graph: Graph, name: str, nodes: Sequence[Node], refs: Refs = NOTHING) -> Graph:
+def insert_after(graph: Graph, name: str, nodes: Sequence[Node], refs: Refs = NO_REFS) -> Graph:
     """Insert nodes behind one. Everything else reads through `refs`; the node and the new ones read as they are."""
     return replace(graph, {name: (graph[name], *nodes)}, refs)
 
@@ -106,7 +109,7 @@ def rewire(graph: Graph, readers: Iterable[str], refs: Refs) -> Graph:
     """Let some nodes, or the program's "output", read other values; everything else reads what it read."""
     names = set(readers)
     instead = {name: (reading(graph[name], refs),) for name in names if name != "output"}
-    return replace(graph, instead, output=remake(graph.output, _swap(refs)) if "output" in names else graph.output)
+    return replace(graph, instead, output=map_leaves(graph.output, _swap(refs)) if "output" in names else graph.output)
 
 
 def remove(graph: Graph, name: str, refs: Refs) -> Graph:
@@ -162,9 +165,9 @@ class Splice:
     """
 
     given: tuple[Ref, ...] | None = None
-    shared: Mapping[Ref, Ref] = NOTHING
-    names: Mapping[str, str] = NOTHING
-    draws: Mapping[str, str] = NOTHING
+    shared: Mapping[Ref, Ref] = NO_REFS
+    names: Mapping[str, str] = NO_REFS
+    draws: Mapping[str, str] = NO_REFS
     edited: str = ""
 
 
@@ -186,7 +189,7 @@ def splice_all(graph: Graph, subs: Mapping[str, tuple[Graph, Splice]]) -> Graph:
     for name, (sub, how) in subs.items():
         node = graph[name]
         assert isinstance(node, Call)
-        called, swap = names_within(graph, name, sub, how), inward(graph, name, sub, how)
+        called, swap = spliced_names(graph, name, sub, how), spliced_leaf(graph, name, sub, how)
         nodes = [_spliced_node(inner, node, called, swap, how) for inner in sub.nodes if inner.name in called]
         if name not in called.values():
             nodes.append(_gather(node, sub, swap, how.edited))
@@ -212,7 +215,7 @@ def _sources_behind(graph: Graph, name: str, reads: Iterable[Ref]) -> list[Node]
     return [graph[other] for other in behind]
 
 
-def names_within(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> dict[str, str]:
+def spliced_names(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> dict[str, str]:
     """The name of each node of `sub` that comes along, when it is spliced in the place of a node."""
     taken, last = set(graph.positions), _last(graph[name], sub)
     found: dict[str, str] = {}
@@ -224,12 +227,12 @@ def names_within(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) ->
         elif node.name in how.names:
             found[node.name] = how.names[node.name]
         else:
-            found[node.name] = fresh(f"{Label.of(node.name).short}_of_{name}", taken)
+            found[node.name] = unused_name(f"{Label.of(node.name).short}_of_{name}", taken)
         taken.add(found[node.name])
     return found
 
 
-def inward(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> Callable[[Any], Any]:
+def spliced_leaf(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> Callable[[Any], Any]:
     """A function from a Ref or generator of `sub` to that of the program."""
     node = graph[name]
     assert isinstance(node, Call)
@@ -237,7 +240,7 @@ def inward(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> Calla
     if len(given) != len(sub.input_nodes):
         raise ValueError(f"{node.name} gives {len(given)} tensors to a graph of {len(sub.input_nodes)} inputs.")
     starts = {start.name: ref for start, ref in zip(sub.input_nodes, given, strict=True)}
-    called = names_within(graph, node.name, sub, how)
+    called = spliced_names(graph, node.name, sub, how)
 
     def swap(leaf: Any) -> Any:
         if type(leaf) is Ref:
@@ -252,12 +255,12 @@ def _spliced_node(inner: Node, node: Call, called: Mapping[str, str], swap: Call
     """A node of `sub` as it is in the program."""
     if not isinstance(inner, Call):
         return renamed(inner, called[inner.name])
-    return remade(
+    return with_leaves(
         inner,
         swap,
         name=called[inner.name],
-        returns=remake(inner.returns, swap),
-        result=remake(inner.result, swap),
+        returns=map_leaves(inner.returns, swap),
+        result=map_leaves(inner.result, swap),
         through=tuple([called[name] for name in inner.through]),
         draws=how.draws.get(inner.draws, inner.draws) if inner.draws is not None else None,
         follows=_draw_before(inner, node, how),
@@ -281,7 +284,7 @@ def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> 
     """The node that gives the output of `sub` where none of its calls does."""
     parts = refs_in(sub.output)
     known = {ref: meaning for inner in sub.nodes for ref, meaning in specs_of(inner).items()}
-    output, meaning = remake(sub.output, swap), tuple([known[ref] for ref in parts])
+    output, meaning = map_leaves(sub.output, swap), tuple([known[ref] for ref in parts])
     call = Call(
         node.name, "alias", Target.of(alias), (output,), returns=Ref(node.name), meaning=meaning, context=node.context,
         scope=node.scope, source=node.source, edited=edited,
@@ -293,7 +296,7 @@ def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> 
     if (
         type(wanted) is not tuple
         or type(several) is not tuple
-        or [p for p, _ in walk(wanted, keyed)] != [p for p, _ in walk(several, keyed)]
+        or [p for p, _ in walk(wanted, keyed_items)] != [p for p, _ in walk(several, keyed_items)]
     ):
         raise ValueError(f"{node.name} gives {len(list(leaves(wanted)))} tensors, the graph in its place {len(parts)}.")
     return evolve(call, kind="gathered", target=Target.of(gathered), args=several, returns=wanted)
@@ -314,7 +317,7 @@ def _spliced_guard(
     """A guard of a spliced graph: behind the last of the new nodes that came before it."""
     before = {called[node.name] for node in sub.nodes[: guard.position] if node.name in called}
     position = max((number + 1 for number, node in enumerate(nodes) if node.name in before), default=0)
-    return remade(guard, swap, position=position)
+    return with_leaves(guard, swap, position=position)
 
 
 def recompute_region(old: Graph, new: Graph, refs: Mapping[Ref, Ref]) -> Graph:
@@ -338,7 +341,7 @@ def _with_stretch(old: Graph, new: Graph, call: InnerGradient, refs: Mapping[Ref
     given = call.arguments
     stretch, roots, states = given.stretch, given.starts, given.states
     outer = _outward(call, refs)
-    members = _members(old, new, call, {leaf.node for leaf in leaves(remake(stretch.output[0], outer))}, roots)
+    members = _members(old, new, call, {leaf.node for leaf in leaves(map_leaves(stretch.output[0], outer))}, roots)
     names = {member.name for member in members}
     if missing := [m.name for m in members if m.draws is not None and m.draws not in (states.keys or ())]:
         raise ReplaylensError(
@@ -346,10 +349,10 @@ def _with_stretch(old: Graph, new: Graph, call: InnerGradient, refs: Mapping[Ref
             "be taken again."
         )
     reads = [ref for member in members for ref in member.refs]
-    reads += refs_in(remake(stretch.output, outer))
+    reads += refs_in(map_leaves(stretch.output, outer))
     further = tuple(dict.fromkeys(ref for ref in reads if ref.node not in names and ref not in roots))
     made = _stretch_of(new, stretch, (*roots, *further), members, outer)
-    there = remake(stretch.output, outer) if given.keep_graph else ()
+    there = map_leaves(stretch.output, outer) if given.keep_graph else ()
     args = given._replace(stretch=made, others=further, there=there)
     return evolve(call, args=tuple(args), through=tuple([m.name for m in members]))
 
@@ -390,17 +393,17 @@ def _stretch_of(new: Graph, stretch: Graph, reads: tuple[Ref, ...], members: lis
     nodes: list[Node] = [Input(inside[ref].node, (n,), _spec_of(new, ref)) for n, ref in enumerate(reads)]
     for member in members:
         nodes.append(
-            remade(
+            with_leaves(
                 member,
                 inner,
                 name=called[member.name],
-                returns=remake(member.returns, inner),
+                returns=map_leaves(member.returns, inner),
                 result=None,
                 scope=None,
                 source=None,
             )
         )
-    output = remake(remake(stretch.output, outer), inner)
+    output = map_leaves(map_leaves(stretch.output, outer), inner)
     return evolve(stretch, nodes=tuple(nodes), output=output)
 
 
@@ -410,3 +413,56 @@ def _spec_of(graph: Graph, ref: Ref) -> TensorSpec:
         return node.meaning
     refs = refs_in(node.returns)
     return node.meaning[refs.index(ref)]
+
+
+def unchanged_values(old: Graph, new: Graph, others: Container[str] = ()) -> dict[Ref, Ref]:
+    """Ref in the new graph -> Ref in the old one. `others` names sources that hold another tensor now."""
+    known: dict[Ref, Ref] = {}
+    was = old_names(old, new)
+    for node in new.nodes:
+        if node.name in others or not all(ref in known for ref in (*node.refs, *_drawn_before(new, node))):
+            continue
+        if node.name not in was:
+            if isinstance(node, Call) and node.target.function is alias:
+                known[Ref(node.name)] = known[node.refs[0]]
+            continue
+        origin = was[node.name]
+        before = old[origin]
+        if _gives_the_same(node, before, known):
+            as_before = refs_of(renamed(node, origin))
+            known.update(zip(refs_of(node), as_before, strict=True))
+    return known
+
+
+def old_names(old: Graph, new: Graph) -> dict[str, str]:
+    """For each node of the new graph its name in the old one, if it was there, in the new order.
+
+    A patch takes the name of the node that it patches, which lives on under the name in the patch's `edits`.
+    """
+    now = {call.edits: call.name for call in new.calls if call.edits is not None and call.edits not in old}
+    found: dict[str, str] = {}
+    for node in new.nodes:
+        name = node.name
+        while name in now:
+            name = now[name]
+        if name in old:
+            found[node.name] = name
+    return found
+
+
+def _drawn_before(graph: Graph, node: Node) -> tuple[Ref, ...]:
+    """The values of the draw that may shift this one."""
+    before = graph.shifts.get(graph.positions[node.name]) if graph.shifts else None
+    return refs_of(graph.nodes[before]) if before is not None else ()
+
+
+def _gives_the_same(node: Node, before: Node, known: dict[Ref, Ref]) -> bool:
+    if node is before:
+        return all(known[ref] == ref for ref in node.refs)
+    again = reading(renamed(node, before.name), known)
+    if isinstance(again, Call) and isinstance(before, Call):
+        again = evolve(again, edited=before.edited, edits=before.edits)
+    try:
+        return bool(again == before)
+    except Exception:  # an argument of a user's class, whose comparison fails
+        return False

@@ -13,10 +13,10 @@ from typing import Any
 from attrs import evolve, frozen
 
 from .._ir.graph import Graph
-from .._ir.label import beside, fresh
+from .._ir.label import name_beside, unused_name
 from .._ir.node import Call, Const, Guard, Input, Node, Ref, refs_in, refs_of, specs_of
-from .._ir.ops import Quirk, of_kind
-from .._ir.trees import Branch, remake
+from .._ir.ops import Quirk, op_info_of_kind
+from .._ir.trees import Branch, map_leaves
 from .._ir.validate import require_lawful
 from ..errors import BadEdit
 from .rewrite import guard_reading, reading
@@ -69,17 +69,17 @@ class _Slicing:
         nodes, places = self._nodes(called, refs)
         there = {*refs, *(ref for name in self.nodes for ref in refs_of(graph[name]))}
         guards = [evolve(guard_reading(guard, refs), position=places[guard.position]) for guard in self.guards]
-        inputs = graph.inputs if starts is None else (remake(tuple(starts), swap), Branch(dict, (), ()))
+        inputs = graph.inputs if starts is None else (map_leaves(tuple(starts), swap), Branch(dict, (), ()))
         made = evolve(
             graph,
             nodes=tuple(nodes),
-            output=remake(self.output, swap),
+            output=map_leaves(self.output, swap),
             inputs=inputs,
             guards=tuple(guards),
             asked=tuple([evolve(guard_reading(guard, refs), position=places[guard.position]) for guard in self.asked]),
             written=frozenset([refs.get(ref, ref) for ref in graph.written]) & {*there, *refs.values()},
             module_outputs=tuple(
-                [(scope, remake(t, swap)) for scope, t in graph.module_outputs if there.issuperset(refs_in(t))]
+                [(scope, map_leaves(t, swap)) for scope, t in graph.module_outputs if there.issuperset(refs_in(t))]
             ),
             changes=tuple([(address, refs.get(ref, ref)) for address, ref in self.changes]),
             apart=graph.apart if starts is None else frozenset([refs[ref] for ref in self.starts_once]),
@@ -166,7 +166,7 @@ class _Slicing:
     def _is_copy(self, ref: Ref, last: int) -> bool:
         """True for a copy that would be a view, if its argument had another layout."""
         node = self.graph[ref.node]
-        is_copy = isinstance(node, Call) and of_kind(node.kind).has(Quirk.COPY_OR_VIEW)
+        is_copy = isinstance(node, Call) and op_info_of_kind(node.kind).has(Quirk.COPY_OR_VIEW)
         return is_copy and self.graph.positions[ref.node] <= last
 
     def _require_reached(self) -> None:
@@ -198,7 +198,7 @@ class _Slicing:
         for ref in (*self.starts_once, *self.constants):
             whole = not ref.path and ref.node not in self.nodes
             part = "_".join(map(str, ref.path))
-            found[ref] = ref.node if whole else fresh(beside(ref.node, f"part_{part}"), self.graph.positions)
+            found[ref] = ref.node if whole else unused_name(name_beside(ref.node, f"part_{part}"), self.graph.positions)
         return found
 
     def _nodes(self, called: dict[Ref, str], refs: dict[Ref, Ref]) -> tuple[list[Node], list[int]]:

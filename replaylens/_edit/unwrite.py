@@ -13,17 +13,27 @@ import torch
 from attrs import evolve
 
 from .._ir.graph import Graph, InnerGradient
-from .._ir.label import beside, fresh
+from .._ir.label import name_beside, unused_name
 from .._ir.node import Call, Node, Ref, State, specs_of, value_of
 from .._ir.runtime import fill_new
 from .._ir.target import Target
-from .._ir.trees import Branch, remake
-from .._ir.write import Derived, Hole, Nth, Step, Write, original_call, packed, plain_call, unpacked
+from .._ir.trees import Branch, map_leaves
+from .._ir.write import (
+    DerivedView,
+    Hole,
+    TargetIndex,
+    ViewStep,
+    Write,
+    as_plain_call,
+    original_call,
+    packed_place,
+    unpacked_place,
+)
 from ..errors import BadEdit
 from .rewrite import replace
 
 
-def with_plain(graph: Graph, name: str, still_writes: bool = True) -> tuple[Graph, str]:
+def with_plain_call(graph: Graph, name: str, still_writes: bool = True) -> tuple[Graph, str]:
     """The graph, and the name of the plain call in it that gives the value of a call.
 
     A call whose value is what it wrote still writes the plain call's result, unless `still_writes` is False.
@@ -46,7 +56,7 @@ def _what(node: Node) -> str:
 def _split(graph: Graph, call: Write, still_writes: bool) -> tuple[Graph, str]:
     function, args, kwargs = original_call(call)
     read = _Views(graph, call)
-    plain = plain_call(
+    plain = as_plain_call(
         call,
         target=function,
         args=tuple([read.plain(arg) for arg in args]),
@@ -62,11 +72,17 @@ def _split(graph: Graph, call: Write, still_writes: bool) -> tuple[Graph, str]:
         raise BadEdit(f"{call.name} writes {len(written)} tensors: it cannot be replaced.")
     plain = evolve(plain, meaning=(specs_of(call)[whole],))
     if whole in written and still_writes:
-        value = fresh(beside(call.name, "value"), graph.positions)
-        copy = {"function": Target.of(torch.Tensor.copy_), "args": (packed(Nth(0)), Ref(value)), "kwargs": NO_KWARGS}
+        value = unused_name(name_beside(call.name, "value"), graph.positions)
+        copy = {
+            "function": Target.of(torch.Tensor.copy_),
+            "args": (packed_place(TargetIndex(0)), Ref(value)),
+            "kwargs": NO_KWARGS,
+        }
         write = evolve(call.given(**copy), kind="copy", draws=None, edited=f"was {call.kind}")
         return replace(graph, {call.name: (*read.made, evolve(plain, name=value, returns=Ref(value)), write)}), value
-    before = {view: read.view(unpacked(target)) for view, target in zip(written, call.arguments.targets, strict=False)}
+    before = {
+        view: read.view(unpacked_place(target)) for view, target in zip(written, call.arguments.targets, strict=False)
+    }
     before |= dict(zip(memory, call.arguments.bases, strict=True))
     made = replace(graph, {call.name: (*read.made, plain)}, {**before, whole: Ref(call.name)})
     states = {Ref(node.name): node.address for node in graph.state_nodes}
@@ -94,17 +110,17 @@ class _Views:
         view = self.call.view(tree)
         return evolve(tree, items=self.plain(tree.items)) if view is None else self.view(view)
 
-    def view(self, derived: Derived) -> Ref:
+    def view(self, derived: DerivedView) -> Ref:
         """A view of the storage that the call wrote, as it was before."""
         ref: Ref = self.call.arguments.bases[derived.base]
         for step in derived.steps:
-            ref = self._step(unpacked(step), ref)
+            ref = self._step(unpacked_place(step), ref)
         return ref
 
-    def _step(self, step: Step, ref: Ref) -> Ref:
+    def _step(self, step: ViewStep, ref: Ref) -> Ref:
         function, args, kwargs, part, grad = step
         kind = function.short.replace("_", "").lower()
-        name = fresh(f"{kind}_1_of_{self.call.name}", self.taken)
+        name = unused_name(f"{kind}_1_of_{self.call.name}", self.taken)
         self.taken.add(name)
 
         def fill(leaf: Any) -> Any:
@@ -117,8 +133,8 @@ class _Views:
             name,
             kind,
             function,
-            tuple([remake(arg, fill) for arg in args]),
-            tuple([(k, remake(v, fill)) for k, v in zip(kwargs.keys or (), kwargs.items, strict=True)]),
+            tuple([map_leaves(arg, fill) for arg in args]),
+            tuple([(k, map_leaves(v, fill)) for k, v in zip(kwargs.keys or (), kwargs.items, strict=True)]),
             returns=returns,
             meaning=self.call.meaning[:1],  # until it has run
             context=evolve(self.call.context, grad=grad),

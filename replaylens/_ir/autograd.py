@@ -24,7 +24,7 @@ def history_of(tensor: torch.Tensor) -> str | None:
         return None
 
 
-OTHER_KIND = (
+OTHER_SHAPE_OR_DTYPE = (
     "gradients of a tensor that was given other memory by `.data =`, of another shape or dtype, cannot be replayed.\n"
     "Assign numbers of the same shape and dtype, or another tensor."
 )
@@ -49,7 +49,7 @@ class _WithHistoryOf(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """The gradient goes to the place, unchanged."""
         if ctx.kinds[0] != ctx.kinds[1]:
-            raise NotDifferentiable(OTHER_KIND)
+            raise NotDifferentiable(OTHER_SHAPE_OR_DTYPE)
         return grads[0], None
 
     @staticmethod
@@ -58,14 +58,14 @@ class _WithHistoryOf(torch.autograd.Function):
         return None if tangents[0] is None else tangents[0].clone()
 
 
-def standing(place: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+def with_history_of(place: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     """What `place.data = content` makes of a tensor: new content, while the gradient goes where it went before."""
     if not place.requires_grad and peek_interpreter_stack() is None and forward_ad._current_level < 0:
         return content.detach()
     return _WithHistoryOf.apply(place, content.detach())  # type: ignore[no-untyped-call]
 
 
-def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
+def with_gradient_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
     """The tensor with a hook on its gradient. Unchanged if it has this hook already, as a parameter can."""
     if not tensor.requires_grad or any(known is hook for known in (tensor._backward_hooks or {}).values()):
         return tensor
@@ -74,7 +74,7 @@ def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
     return same
 
 
-def needing(tensor: torch.Tensor) -> torch.Tensor:
+def requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as one that requires grad: a new leaf, if it did not. Inside a transform torch has no leaves."""
     if tensor.requires_grad:
         return tensor
@@ -105,7 +105,7 @@ def fresh_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_()
 
 
-def placed(value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+def as_own_node(value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """The value as a node of its own in autograd's graph, so that its gradient is that of what reads this node alone.
 
     A value without a history becomes a leaf. A call may return one of its arguments, as dropout does in eval mode:
@@ -120,12 +120,12 @@ def placed(value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def all_placed(count: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def as_own_nodes(count: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The first `count` values, each as a node of its own; an object that occurs several times stays one."""
     made: dict[int, torch.Tensor] = {}
     for value in values[:count]:
         if id(value) not in made:
-            made[id(value)] = placed(value, *values[count:])
+            made[id(value)] = as_own_node(value, *values[count:])
     return tuple([made[id(value)] for value in values[:count]])
 
 
@@ -170,6 +170,6 @@ class _RefusingGradient(torch.autograd.Function):
         raise NotDifferentiable(ctx.why)
 
 
-def without_way_back(value: torch.Tensor, why: str) -> torch.Tensor:
+def refusing_gradient(value: torch.Tensor, why: str) -> torch.Tensor:
     """The value, through which taking a gradient raises `NotDifferentiable` with this reason."""
     return _RefusingGradient.apply(value, why) if value.requires_grad else value  # type: ignore[no-untyped-call]

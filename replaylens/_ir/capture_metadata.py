@@ -15,11 +15,11 @@ from attrs import evolve, frozen
 
 from .node import Ref, Source
 
-NONE: Mapping[Any, Any] = MappingProxyType({})
+NO_FACTS: Mapping[Any, Any] = MappingProxyType({})
 
 
 @frozen
-class Parameter:
+class ParameterInfo:
     """A parameter or buffer of the model, read in the forward or not."""
 
     address: str
@@ -49,18 +49,18 @@ class CaptureMetadata:
     began: float = 0.0  # seconds since 1970
     seconds: float = 0.0  # the whole forward, with what the recording cost
     nanoseconds: Sequence[int] = ()  # of each node, by its position
-    originals: Mapping[str, Any] = NONE  # of what was written in place: the function that the model called
-    gradients: Mapping[Ref, str] = NONE  # of values overwritten or not kept: what autograd would have done for them
+    originals: Mapping[str, Any] = NO_FACTS  # of what was written in place: the function that the model called
+    gradients: Mapping[Ref, str] = NO_FACTS  # of values overwritten or not kept: what autograd would have done for them
     modules: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()  # of the modules
-    unread: tuple[Parameter, ...] = ()
-    unread_buffers: tuple[Parameter, ...] = ()
+    unread: tuple[ParameterInfo, ...] = ()
+    unread_buffers: tuple[ParameterInfo, ...] = ()
     untrained: frozenset[str] = frozenset()  # the nodes of state that was read, and that asks for no gradient
     called_from: Source | None = None  # the line that asked for the capture
 
     def untimed(self) -> CaptureMetadata:
         """The same for a program whose calls ran again untimed."""
-        return evolve(self, nanoseconds=(), gradients=NONE)
+        return evolve(self, nanoseconds=(), gradients=NO_FACTS)
 
 
-NOTHING_KNOWN = CaptureMetadata()
+NO_METADATA = CaptureMetadata()

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from attrs import field, frozen
 
+from .memory import NO_OVERLAPS, Overlaps
 from .node import NO_MODES, Call, Const, Context, GeneratorLeft, Guard, Input, Node, Ref, Scope, State, refs_in, refs_of
-from .ops import Quirk, of_kind
-from .shared_memory import NO_OVERLAPS, Overlaps
+from .ops import Quirk, op_info_of_kind
 from .util import cached_property
 
 
@@ -155,7 +155,7 @@ class Graph:
         """Those of `turns` whose earlier call may take more or fewer numbers than recorded, or was itself shifted."""
         found: dict[int, int] = {}
         for position, before in self.turns.items():
-            if before in found or not of_kind(self.nodes[before].kind).has(Quirk.DRAWS_BY_SHAPE):
+            if before in found or not op_info_of_kind(self.nodes[before].kind).has(Quirk.DRAWS_BY_SHAPE):
                 found[position] = before
         return found
 

@@ -2,14 +2,18 @@
 
 A label is `{type}_{n-th layer of its type}_{n-th layer}`, with `:pass` where a layer runs more than once. A parameter
 is named by its address. What edits add is named after the node beside it (`relu_1_2_before`) or around it
-(`matmul_1_of_lstm_1_3`); a prime marks a name that was taken. Calls of modules look alike: `features.6:2`. Which node
-gets which label is decided in _layers/naming.py.
+(`matmul_1_of_lstm_1_3`); a prime marks a name that was taken. Calls of modules look alike: `features.6:2`.
+
+Which node gets which label is decided in _layers/naming.py: a capture is handed that function, a `Naming`, and gives it
+a `NodeSummary` of each node, so that it needs to know nothing of layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from attrs import field, frozen
 
 
 class Label(NamedTuple):
@@ -45,23 +49,42 @@ class Label(NamedTuple):
         return (int(numbers[0]), int(numbers[1])) if is_numbered else None
 
 
-def beside(name: str, word: str) -> str:
+def name_beside(name: str, word: str) -> str:
     """A name derived from another one: `relu_1_2_before`; `linear_1_1_before:2` for a second pass."""
     layer, turn = Label.of(name)
     return str(Label(f"{layer}_{word}", turn))
 
 
-def fresh(wanted: str, taken: Iterable[str]) -> str:
+def unused_name(wanted: str, taken: Iterable[str]) -> str:
     """The name, or the first of `{name}_2`, `{name}_3` ... that is not taken."""
     names = taken if isinstance(taken, (set, frozenset, dict)) else set(taken)
     name, number = wanted, 2
     while name in names:
-        name, number = beside(wanted, str(number)), number + 1
+        name, number = name_beside(wanted, str(number)), number + 1
     return name
 
 
-def primed(name: str, taken: Collection[str]) -> str:
+def primed_name(name: str, taken: Collection[str]) -> str:
     """The name, with as many primes as make it unique."""
     while name in taken:
         name += "'"
     return name
+
+
+@frozen
+class NodeSummary:
+    """What naming needs to know of a node: its type, and the numbers of the values that it reads and gives."""
+
+    kind: str
+    reads: tuple[int, ...]
+    gives: tuple[int, ...]
+    function: Callable[..., Any] | None = None
+    address: str | None = None  # of a parameter, which is named by it and counts as no layer
+    modules: tuple[str, ...] = ()  # the addresses of the modules that it ran in, outermost first
+    site: Hashable = None  # the place in the code that ran it
+    literals: Callable[[], Any] = field(default=tuple, eq=False, repr=False)  # its arguments without the tensors
+
+
+# From the nodes in execution order, and the numbers of the values that the model returned or wrote: a name for each
+# node, and which of them are orphans.
+Naming = Callable[[Sequence[NodeSummary], set[int]], tuple[list[str], list[bool]]]

@@ -12,7 +12,7 @@ from attrs import Factory, evolve, field, frozen
 
 from .graph import Graph
 from .node import Arg, Ref, Scope, refs_in, value_of
-from .trees import remake
+from .trees import map_leaves
 
 
 @frozen
@@ -53,4 +53,4 @@ class Location:
         """For a tree of values: the same tree with the location of each. Else None."""
         if self.part is None or type(self.part) is Ref:
             return None
-        return remake(self.part, lambda one: Location(one.node, part=one) if type(one) is Ref else one)
+        return map_leaves(self.part, lambda one: Location(one.node, part=one) if type(one) is Ref else one)

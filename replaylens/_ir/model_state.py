@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .torch_private import TensorGuards
-from .trees import own, own_attributes
+from .trees import own_attribute, own_attributes
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
 SAMPLES = 16
@@ -33,7 +33,7 @@ WHOLE = 32  # up to this many words are compared whole
 _MOST = 200_000  # of tensors remembered by id: a weak reference would keep torch from swapping them
 
 
-class _Steps:
+class _FusedSteps:
     """The steps of fused optimizers, which torch's version counters miss: their number, and the last one of each
     tensor.
     """
@@ -65,12 +65,12 @@ class _Steps:
         return self.last.get(id(tensor), self.others)
 
 
-FUSED = _Steps()
+FUSED_STEPS = _FusedSteps()
 
 
 def fused_steps() -> int:
     """The number of steps that fused optimizers have taken so far."""
-    return FUSED.count
+    return FUSED_STEPS.count
 
 
 Layout = tuple[Any, ...]
@@ -102,7 +102,7 @@ def _layout_with_device(tensor: torch.Tensor) -> Any:
 
 
 @frozen(eq=False)
-class Sight:
+class TensorState:
     """A tensor as it once was: its address, its layout, and samples of its content, spread over all of it."""
 
     address: int | None  # None if torch does not say
@@ -113,7 +113,7 @@ class Sight:
     steps: int = 0  # of fused optimizers so far
 
     def __eq__(self, other: object) -> bool:
-        if type(other) is not Sight:
+        if type(other) is not TensorState:
             return NotImplemented
         return (self.address, self.layout, self.seen) == (other.address, other.layout, other.seen)
 
@@ -135,44 +135,44 @@ class Sight:
 
     def is_unstepped(self, tensor: torch.Tensor) -> bool:
         """True if no fused optimizer has written it since."""
-        return FUSED.last_of(tensor) <= self.steps
+        return FUSED_STEPS.last_of(tensor) <= self.steps
 
 
-NO_SIGHT = Sight(None)
+UNKNOWN_STATE = TensorState(None)
 
 
-Look = tuple[
+RawState = tuple[
     int | None, Layout | None, bytes | None, int, memoryview | None
 ]  # the same as a plain tuple; taken at every capture
-NO_LOOK: Look = (None, None, None, 0, None)
+NO_RAW_STATE: RawState = (None, None, None, 0, None)
 
 
-def sight_of(tensor: torch.Tensor) -> Sight:
+def tensor_state(tensor: torch.Tensor) -> TensorState:
     """The state of a tensor now."""
-    return as_sight(look_at(tensor), fused_steps())
+    return as_tensor_state(raw_state(tensor), fused_steps())
 
 
-def as_sight(look: Look, steps: int) -> Sight:
+def as_tensor_state(look: RawState, steps: int) -> TensorState:
     """The state of a tensor in comparable form, taken after this number of fused steps."""
-    return Sight(*look, steps) if look[0] is not None else NO_SIGHT
+    return TensorState(*look, steps) if look[0] is not None else UNKNOWN_STATE
 
 
-def looks_at(tensors: list[torch.Tensor]) -> Callable[[], Iterable[Look]]:
+def raw_states(tensors: list[torch.Tensor]) -> Callable[[], Iterable[RawState]]:
     """The state of each of a model's tensors, taken now and split up when asked for. For tensors that lie where they
     lay the last time, it is taken all at once in C.
     """
     known = _together.get(id(tensors[0])) if tensors else None
     if known is not None and known.are_there(tensors):
         return partial(known.looks, known.samples())
-    looks = [look_at(tensor) for tensor in tensors]
+    looks = [raw_state(tensor) for tensor in tensors]
     if tensors and all(live is not None for *_, live in looks):
         if len(_together) >= _MODELS:
             del _together[next(iter(_together))]
-        _together[id(tensors[0])] = _Together(tensors, looks)
+        _together[id(tensors[0])] = _StateBatch(tensors, looks)
     return looks.copy
 
 
-class _Together:
+class _StateBatch:
     """Addresses and layouts of several tensors, to sample all at once. Valid for any tensors that lie the same way."""
 
     def __init__(self, tensors: list[torch.Tensor], looks: list[Any]) -> None:
@@ -187,7 +187,7 @@ class _Together:
         many = len(tensors) == len(self.addresses)
         return many and self.lie(*tensors) and (*map(_address, tensors),) == self.addresses
 
-    def looks(self, samples: list[bytes]) -> Iterator[Look]:
+    def looks(self, samples: list[bytes]) -> Iterator[RawState]:
         """The state of each, from samples that were taken of all."""
         ends = dict.fromkeys(_KINDS, 0)
         kinds = dict(zip(_KINDS, samples, strict=True))
@@ -221,11 +221,11 @@ def _gather(numpy: Any, wide: int, pairs: list[tuple[int, memoryview]]) -> Calla
     return lambda: bytes(memory.take(index))
 
 
-_together: dict[int, _Together] = {}  # by the id of the first
+_together: dict[int, _StateBatch] = {}  # by the id of the first
 _MODELS = 64
 
 
-def look_at(tensor: torch.Tensor) -> Look:
+def raw_state(tensor: torch.Tensor) -> RawState:
     """Address, layout and samples of a tensor. Cheap, as a capture does it for each tensor of the model.
 
     The cache goes by id, which may be that of a tensor that no longer exists.
@@ -236,7 +236,7 @@ def look_at(tensor: torch.Tensor) -> Look:
     return known[0], known[2], known[3].tobytes(), 0, known[3]
 
 
-def _look_at_anew(tensor: torch.Tensor) -> Look:
+def _look_at_anew(tensor: torch.Tensor) -> RawState:
     if type(tensor) not in PLAIN:
         return None, (None, None, tensor.dtype), None, 0, None
     try:
@@ -273,7 +273,7 @@ _KINDS: dict[int, Literal["Q", "I", "H", "B"]] = {8: "Q", 4: "I", 2: "H", 1: "B"
 
 
 # ((module, key), kind, the tensor there, its state)
-PlaceNote = tuple[tuple[Any, str], str, torch.Tensor | None, Look]
+PlaceNote = tuple[tuple[Any, str], str, torch.Tensor | None, RawState]
 
 
 @frozen(eq=False)
@@ -284,7 +284,7 @@ class StatePlace:
     kind: str  # "parameter" | "buffer" | "attribute"; "input" for one that no module holds
     tensor: torch.Tensor | None
     held: tuple[dict[str, Any], ...]  # the module's parameters and buffers; or its attributes
-    sight: Sight = NO_SIGHT
+    sight: TensorState = UNKNOWN_STATE
     dtype: torch.dtype | None = None  # its dtype then
 
     @classmethod
@@ -294,7 +294,7 @@ class StatePlace:
         held: Any = (vars(module),) if kind == "attribute" else homes.get(id(module))
         if held is None:
             held = homes[id(module)] = (module._parameters, module._buffers)
-        return cls(key, kind, tensor, held, as_sight(look, steps), look[1][2] if look[1] is not None else None)
+        return cls(key, kind, tensor, held, as_tensor_state(look, steps), look[1][2] if look[1] is not None else None)
 
     def now(self) -> torch.Tensor | None:
         """The tensor that is there now."""
@@ -335,14 +335,14 @@ class StatePlace:
     def change(self) -> str:
         """What became of it, in words."""
         tensor, now = self.tensor, self.now()
-        if tensor is not None and now is tensor and sight_of(tensor).address == self.sight.address:
+        if tensor is not None and now is tensor and tensor_state(tensor).address == self.sight.address:
             return "was overwritten since the capture, by an optimizer's step or an operation in place"
         if now is None:
             return "was removed or parametrized since the capture"
         return "was replaced since the capture"
 
 
-class Standing:
+class StateCheck:
     """Tells whether all of some places are unchanged. Asked at every replay, so it is done in C, kind by kind."""
 
     def __init__(self, places: Iterable[StatePlace]) -> None:
@@ -368,12 +368,12 @@ class Standing:
             and [*map(_address, self.lying)] == self.addresses
             and ((self.lies is not None and self.lies(*self.lying)) or self._lie())
             and (self._same_samples() if self.samples is None else self.samples() == self.seen)
-            and (self.steps == FUSED.count or self._are_unstepped())
+            and (self.steps == FUSED_STEPS.count or self._are_unstepped())
             and all(place.is_unchanged() for place in self.others)
         )
 
     def _are_unstepped(self) -> bool:
-        count = FUSED.count
+        count = FUSED_STEPS.count
         if all(sight.is_unstepped(tensor) for tensor, sight in zip(self.lying, self.sights, strict=True)):
             self.steps = count
         return self.steps == count
@@ -462,7 +462,7 @@ def members(thing: Any) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
         for kind in type(thing).__mro__:
             slots = kind.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                if (value := own(thing, name, own)) is not own:
+                if (value := own_attribute(thing, name, own_attribute)) is not own_attribute:
                     yield f".{name}", value, partial(_set_attribute, thing, thing, name)
 
 

@@ -16,7 +16,7 @@ from attrs import evolve, field, frozen
 
 from .settings import Settings
 from .target import Target
-from .trees import ATOMS, leaves_of, remake, thaw
+from .trees import ATOMS, leaves_of, map_leaves, thaw
 
 Arg = Any  # a tree (see trees.py) whose leaves are Refs and literals
 
@@ -343,13 +343,15 @@ class Guard:
 Reads = TypeVar("Reads", bound=Call | Guard)
 
 
-def remade(node: Reads, leaf: Callable[[Any], Any], **changes: Any) -> Reads:
+def with_leaves(node: Reads, leaf: Callable[[Any], Any], **changes: Any) -> Reads:
     """A call or guard with `leaf(x)` in the place of every leaf x of its arguments."""
-    args = tuple([remake(arg, leaf) for arg in node.args])
-    return evolve(node, args=args, kwargs=tuple([(key, remake(tree, leaf)) for key, tree in node.kwargs]), **changes)
+    args = tuple([map_leaves(arg, leaf) for arg in node.args])
+    return evolve(
+        node, args=args, kwargs=tuple([(key, map_leaves(tree, leaf)) for key, tree in node.kwargs]), **changes
+    )
 
 
-ITSELF = "the very tensor"  # the answer if a call may return its argument itself, as `contiguous` does
+SAME_TENSOR = "the very tensor"  # the answer if a call may return its argument itself, as `contiguous` does
 
 
 def identifier(name: str) -> str:

@@ -70,7 +70,7 @@ class OpInfo:
         return args[place] if place < len(args) else kwargs.get(word, default)
 
 
-def info(function: Any) -> OpInfo:
+def op_info(function: Any) -> OpInfo:
     """What is known of a function, of a Target, or of a name."""
     if type(function) is Target:
         function = function.function
@@ -88,7 +88,7 @@ def kind_of(name: str) -> str:
     return name.replace("_", "").lower() or "call"
 
 
-def of_kind(kind: str) -> OpInfo:
+def op_info_of_kind(kind: str) -> OpInfo:
     """What is known of the function that people call so."""
     return _of_name(_by_kind().get(kind, kind))
 

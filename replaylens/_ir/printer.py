@@ -14,10 +14,10 @@ from .graph import Graph, InnerGradient
 from .node import Call, Generator, Node, Ref, TensorSpec, identifier
 from .target import Target
 from .trees import Branch
-from .write import Derived, Hole, Write, original_call, unpacked
+from .write import DerivedView, Hole, Write, original_call, unpacked_place
 
 
-def code(graph: Graph) -> str:
+def program_code(graph: Graph) -> str:
     """The whole program as a Python function. Parameters appear under their dotted names."""
     arguments = ", ".join(identifier(node.name) for node in graph.input_nodes)
     name = graph.model_name if graph.model_name.isidentifier() and not iskeyword(graph.model_name) else "program"
@@ -28,7 +28,7 @@ def code(graph: Graph) -> str:
         if node.source is not None and node.source != last:
             lines.append(f"    # {node.source.inline}")
         last = node.source
-        lines.append(f"    {line(node)}")
+        lines.append(f"    {node_line(node)}")
     for address, ref in graph.changes:
         lines.append(f"    # the model writes {address} <- {ref}")
     lines.append(f"    return {expression(graph.output)}")
@@ -47,7 +47,7 @@ def _without_paths(text: str, graph: Graph) -> str:
     return text
 
 
-def line(node: Node) -> str:
+def node_line(node: Node) -> str:
     """A node as an assignment, with the shape of what it gives."""
     shapes = ", ".join(map(str, node.meaning)) if isinstance(node, Call) else str(node.meaning)
     if not isinstance(node, Call):
@@ -112,11 +112,11 @@ def _branch(tree: Branch, write: Write | None) -> str:
     return f"{tree.kind.__name__}({', '.join(f'{k}={w}' if k else w for k, w in zip(keys, words, strict=True))})"
 
 
-def _view(view: Derived, bases: tuple[Any, ...]) -> str:
+def _view(view: DerivedView, bases: tuple[Any, ...]) -> str:
     """A view of a written storage: `linear_1_1.t()[0]`."""
     text = expression(bases[view.base])
     for step in view.steps:
-        function, args, kwargs, part, _ = unpacked(step)
+        function, args, kwargs, part, _ = unpacked_place(step)
         others = [expression(arg) for arg in args if arg is not Hole.HERE]
         if function.short == "__getitem__":
             text = f"{text}[{_index(args[1])}]"
@@ -149,9 +149,9 @@ def listing(graph: Graph, name: str, note: str = "", around: int = 1) -> str:
     for p in calls[max(0, at - around) : at + around + 1]:
         other = graph.nodes[p]
         mark, end = (">", f"   <- {note}" if note else "") if p == position else (" ", "")
-        rows.append(f"  {mark} {line(other)}{end}")
+        rows.append(f"  {mark} {node_line(other)}{end}")
     return "\n".join([*([source.indented] if source else []), *rows])
 
 
-def shape_of(meaning: tuple[TensorSpec, ...]) -> str:
+def specs_text(meaning: tuple[TensorSpec, ...]) -> str:
     return ", ".join(map(str, meaning))

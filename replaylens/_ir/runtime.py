@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from .copies import as_it_lay, copy_in_place, detached_copy
+from .interrupts import exclusive_generator
+from .memory import copy_with_offset, detached_copy, in_layout_of
 from .target import Target
 from .torch_private import peek_interpreter_stack
 from .trees import freeze, thaw
-from .world import drawing_alone
 
 
 def as_strided_from(tensor: torch.Tensor, shape: Any, strides: Any, shift: int) -> torch.Tensor:
@@ -27,7 +27,7 @@ def as_strided_from(tensor: torch.Tensor, shape: Any, strides: Any, shift: int) 
 _BY_GEOMETRY = frozenset("resize resize_ resize_as resize_as_ resized _reshape_alias _reinterpret_tensor".split())
 
 
-def looks_at_memory(target: Target) -> bool:
+def addresses_memory(target: Target) -> bool:
     """True if it addresses memory by numbers of its own, and not in the order of its argument's elements."""
     return "as_strided" in target.name or target.short in _BY_GEOMETRY
 
@@ -40,14 +40,14 @@ def resized(
     """
     made = tensor.new_zeros((math.prod(shape),))
     if is_filled:
-        fill(made)
+        fill_uninitialized(made)
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     count = min(made.numel(), tensor.numel())
     made[:count] = tensor.detach().permute(order).reshape(-1)[:count]
     return made.view(shape) if strides is None else made.as_strided(shape, strides)
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
+def deepcopied(tensor: torch.Tensor) -> torch.Tensor:
     """What `copy.deepcopy` makes of a tensor."""
     return tensor.detach().clone()
 
@@ -58,7 +58,7 @@ def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> E
     """
     leaf = lambda value: detached_copy(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
     trees = freeze(args, leaf), freeze(kwargs, leaf)
-    with drawing_alone():
+    with exclusive_generator():
         state = torch.default_generator.get_state()
         try:
             with torch.no_grad():
@@ -70,14 +70,14 @@ def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> E
     return None
 
 
-def kind_of(error: Exception | None) -> str | None:
+def exception_name(error: Exception | None) -> str | None:
     """The name of an exception's class."""
     return None if error is None else type(error).__qualname__
 
 
-def message_of(error: Exception | None) -> str | None:
+def exception_text(error: Exception | None) -> str | None:
     """The text of an exception, without memory addresses."""
-    return None if error is None else f"{kind_of(error)}: {_ADDRESS.sub('0x', str(error))}"
+    return None if error is None else f"{exception_name(error)}: {_ADDRESS.sub('0x', str(error))}"
 
 
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
@@ -102,20 +102,20 @@ def fill_new(function: Target, dtypes: tuple[torch.dtype, ...], /, *args: Any, *
 def blank(function: Target, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`torch.empty` and its relatives, filled with zeros: uninitialized memory cannot be reproduced."""
     made = function.function(*args, **kwargs)
-    return clear(made)
+    return zero_uninitialized(made)
 
 
-def filled(function: Target, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+def blank_filled(function: Target, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The same where torch itself fills such memory, under `torch.use_deterministic_algorithms(True)`."""
-    return fill(function.function(*args, **kwargs))
+    return fill_uninitialized(function.function(*args, **kwargs))
 
 
-def fills_memory() -> bool:
+def fills_uninitialized() -> bool:
     """True if torch fills uninitialized memory."""
     return torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
-def fill(made: Any) -> Any:
+def fill_uninitialized(made: Any) -> Any:
     """Fill a tensor as torch does: with NaN, or the largest integer."""
     if not made.numel() or made.layout is not torch.strided or made.is_quantized:
         return made
@@ -125,7 +125,7 @@ def fill(made: Any) -> Any:
         return made.fill_(most)
 
 
-def clear(made: Any) -> Any:
+def zero_uninitialized(made: Any) -> Any:
     """Zero a tensor that was just allocated."""
     with torch.no_grad():
         return made.zero_() if made.numel() and made.layout is torch.strided and not made.is_quantized else made
@@ -147,9 +147,9 @@ def gathered(*parts: Any) -> tuple[Any, ...]:
     return parts
 
 
-def laid_out(function: Target, value: Any, *args: Any, **kwargs: Any) -> Any:
+def in_old_layout(function: Target, value: Any, *args: Any, **kwargs: Any) -> Any:
     """A patch's result in the memory layout of the value that it replaces."""
-    return as_it_lay(value, function.function(value, *args, **kwargs))
+    return in_layout_of(value, function.function(value, *args, **kwargs))
 
 
 def outside_inference(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,4 +161,4 @@ def outside_inference(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or vars(tensor) or peek_interpreter_stack() is not None:
         return tensor
     with torch.inference_mode(False), torch.no_grad():
-        return copy_in_place(tensor).requires_grad_(tensor.requires_grad)
+        return copy_with_offset(tensor).requires_grad_(tensor.requires_grad)

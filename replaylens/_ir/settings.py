@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .interrupts import after_fork, release_fully, reset_lock, run_to_end
 from .torch_private import (
     allows_cudnn,
     allows_mkldnn,
@@ -28,12 +29,11 @@ from .torch_private import (
     sdp_order,
     set_sdp_order,
 )
-from .world import freed, in_children, let_go, surely
 
 Settings = tuple[tuple[str, Any], ...]
 
 _DTYPE = "default dtype"
-SMALLEST = 2.2250738585072014e-308  # half of it is subnormal: zero where such numbers are flushed
+SMALLEST_NORMAL = 2.2250738585072014e-308  # half of it is subnormal: zero where such numbers are flushed
 
 
 class _Switch(NamedTuple):
@@ -54,7 +54,7 @@ def _set_precision(wanted: str) -> None:
 
 
 def _flushes() -> bool:
-    return SMALLEST * 0.5 == 0.0
+    return SMALLEST_NORMAL * 0.5 == 0.0
 
 
 _cuda = torch.backends.cuda
@@ -101,12 +101,12 @@ def settings(default_dtype: torch.dtype | None = None) -> Settings:
 _MKLDNN, _CUDNN, _PRECISION = (_USUAL[name] for name in ("mkldnn", "cudnn", "matmul precision"))
 
 
-def are_usual() -> bool:
+def are_default() -> bool:
     """True if all settings are as at import: for calls that depend on all of them, such as attention."""
     return not settings()
 
 
-def products_are_usual() -> bool:
+def product_settings_are_default() -> bool:
     """The same for what products, convolutions and the like depend on."""
     try:
         return allows_mkldnn() is _MKLDNN and allows_cudnn() is _CUDNN and matmul_precision() == _PRECISION
@@ -119,7 +119,7 @@ def _kept(value: Any) -> Any:
 
 
 @contextmanager
-def under(wanted: Settings) -> Iterator[None]:
+def under_settings(wanted: Settings) -> Iterator[None]:
     """A block under these settings, with all others as at import; afterwards everything is as before.
 
     Most are process-wide: another thread that wants other ones waits, though not forever.
@@ -134,7 +134,7 @@ def under(wanted: Settings) -> Iterator[None]:
         if _default_dtype() is not dtype:
             torch.set_default_dtype(dtype)
         if not was_owned:
-            let_go(_changes)
+            release_fully(_changes)
 
     try:
         try:
@@ -143,10 +143,10 @@ def under(wanted: Settings) -> Iterator[None]:
                 torch.set_default_dtype(given[_DTYPE])
             yield
         finally:
-            surely(leave)
+            run_to_end(leave)
     finally:  # again: an interrupt may have come before, or in it
         if not was_owned:
-            let_go(_changes)
+            release_fully(_changes)
 
 
 def _set(wanted: dict[str, Any]) -> None:
@@ -156,4 +156,4 @@ def _set(wanted: dict[str, Any]) -> None:
             switch.write(list(value) if isinstance(value, tuple) else value)
 
 
-in_children(partial(freed, _changes))
+after_fork(partial(reset_lock, _changes))

@@ -298,18 +298,21 @@ def attributes_of(value: Any) -> list[tuple[str, Any]]:
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__") and (held := own(value, slot, own)) is not own:
+            if (
+                slot not in ("__dict__", "__weakref__")
+                and (held := own_attribute(value, slot, own_attribute)) is not own_attribute
+            ):
                 found.append((slot, held))
     return found
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
     """An object's own `__dict__`."""
-    found: dict[str, Any] = own(value, "__dict__", {})
+    found: dict[str, Any] = own_attribute(value, "__dict__", {})
     return found
 
 
-def own(value: Any, name: str, otherwise: Any) -> Any:
+def own_attribute(value: Any, name: str, otherwise: Any) -> Any:
     """An attribute without the user's `__getattr__`, which may do and raise anything."""
     try:
         return object.__getattribute__(value, name)
@@ -350,17 +353,17 @@ def thaw(tree: Any, leaf: Leaf) -> Any:
     return leaf(tree)
 
 
-def remake(tree: Any, leaf: Leaf) -> Any:
+def map_leaves(tree: Any, leaf: Leaf) -> Any:
     """The frozen tree with `leaf(x)` in place of every leaf x. Shared branches need not stay shared."""
     kind = type(tree)
     if kind is tuple:
-        return tuple([remake(item, leaf) for item in tree])
+        return tuple([map_leaves(item, leaf) for item in tree])
     if kind is Branch:
-        return evolve(tree, items=tuple([remake(item, leaf) for item in tree.items]))
+        return evolve(tree, items=tuple([map_leaves(item, leaf) for item in tree.items]))
     return leaf(tree)
 
 
-def remake_shared(tree: Any, leaf: Leaf) -> Any:
+def map_leaves_shared(tree: Any, leaf: Leaf) -> Any:
     """The same, but a container that occurs in several places stays one."""
     return _map_shared(tree, leaf, lambda one, items: evolve(one, items=tuple(items)), {})
 
@@ -383,13 +386,13 @@ def _map_shared(tree: Any, leaf: Leaf, build: Callable[[Branch, list[Any]], Any]
     return made[id(tree)]
 
 
-def bare(tree: Any) -> Any:
+def without_originals(tree: Any) -> Any:
     """The same frozen tree without references to the objects that it was made from, and so to their tensors."""
     kind = type(tree)
     if kind is not tuple and kind is not Branch:
         return tree
     old = tree if kind is tuple else tree.items
-    items = tuple([bare(item) for item in old])
+    items = tuple([without_originals(item) for item in old])
     same = all(new is item for new, item in zip(items, old, strict=True))
     if kind is tuple:
         return tree if same else items
@@ -453,23 +456,23 @@ def keys_of(tree: Any) -> Iterator[Any]:
 Steps = Callable[[Any], Iterable[tuple[Any, Any]]]
 
 
-def numbered(tree: Any) -> Iterable[tuple[int, Any]]:
+def numbered_items(tree: Any) -> Iterable[tuple[int, Any]]:
     """The items of a container by number."""
     return enumerate(_items_of(tree))
 
 
-def keyed(tree: Any) -> Iterable[tuple[Any, Any]]:
+def keyed_items(tree: Any) -> Iterable[tuple[Any, Any]]:
     """The items of a container by key, or by number where they have none."""
-    return zip(tree.keys, tree.items, strict=True) if type(tree) is Branch and tree.keys else numbered(tree)
+    return zip(tree.keys, tree.items, strict=True) if type(tree) is Branch and tree.keys else numbered_items(tree)
 
 
-def named(tree: Any) -> Iterable[tuple[Any, Any]]:
+def named_items(tree: Any) -> Iterable[tuple[Any, Any]]:
     """The same, with the keys of mappings that pytree takes apart."""
     keys = _keys(tree) if type(tree) is Branch else None
-    return zip(keys, tree.items, strict=True) if keys else numbered(tree)
+    return zip(keys, tree.items, strict=True) if keys else numbered_items(tree)
 
 
-def walk(tree: Any, steps: Steps = numbered, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def walk(tree: Any, steps: Steps = numbered_items, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Every leaf of a frozen tree with its path: `(0, 2)`, or `(0, "mask")` where `steps` gives keys."""
     if type(tree) is not tuple and type(tree) is not Branch:
         yield at, tree

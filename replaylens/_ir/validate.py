@@ -24,7 +24,17 @@ from .graph import GradientArguments, Graph, InnerGradient
 from .node import Call, Generator, Ref, refs_in, specs_of
 from .target import Target
 from .trees import Branch, leaves, leaves_of
-from .write import Derived, Hole, Nth, Write, WriteArguments, Written, mutate, places, unpacked
+from .write import (
+    DerivedView,
+    Hole,
+    TargetIndex,
+    Write,
+    WriteArguments,
+    WriteResults,
+    mutate,
+    places_in,
+    unpacked_place,
+)
 
 MUTATE = Target.of(mutate)
 _well_formed: WeakValueDictionary[int, Call] = WeakValueDictionary()  # writes are frozen, so each is checked once
@@ -150,18 +160,18 @@ def _faults_of_write(write: Write) -> Iterator[str]:
         yield "has keyword arguments without names"
     if type(bases) is not tuple or not bases or len({*bases}) < len(bases) or {*map(type, bases)} != {Ref}:
         yield "has bases that are not one value each"
-    stand = places((given.args, given.kwargs))
-    views = [*map(unpacked, targets), *[place for place in stand if type(place) is Derived]]
-    if not all(type(view) is Derived and 0 <= view.base < len(bases) for view in views):
+    stand = places_in((given.args, given.kwargs))
+    views = [*map(unpacked_place, targets), *[place for place in stand if type(place) is DerivedView]]
+    if not all(type(view) is DerivedView and 0 <= view.base < len(bases) for view in views):
         yield "has a target that is a view of no base"
     elif not all([*leaves(step.items)].count(Hole.HERE) == 1 for view in views for step in view.steps):
         yield "has a view that is not one of one tensor"
-    if not all(0 <= place.number < len(targets) for place in stand if type(place) is Nth):
+    if not all(0 <= place.number < len(targets) for place in stand if type(place) is TargetIndex):
         yield "has an argument that is none of its targets"
     if len(values) != len(targets) or not {*map(type, values)} <= {Ref, type(None)}:
         yield f"has {len(values)} values for {len(targets)} targets"
     gives = write.returns if type(write.returns) is tuple else ()
-    is_whole = len(gives) == len(Written._fields) and len(write.gives.bases) == len(bases)
+    is_whole = len(gives) == len(WriteResults._fields) and len(write.gives.bases) == len(bases)
     if not is_whole or not 0 < len(write.gives.targets) <= len(targets):
         yield "does not give what it wrote, and each base"
 

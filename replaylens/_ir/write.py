@@ -16,9 +16,9 @@ import torch
 from attrs import evolve, fields, frozen
 
 from ..errors import ReplaylensError
-from .copies import writable_copy
+from .memory import writable_copy
 from .node import Call, Ref, value_of
-from .runtime import blank, fill_new, filled, laid_out
+from .runtime import blank, blank_filled, fill_new, in_old_layout
 from .target import Target
 from .torch_private import is_batched, peek_interpreter_stack
 from .trees import Branch, leaves, thaw
@@ -30,7 +30,7 @@ class Hole(enum.Enum):
     HERE = "tensor"
 
 
-class Step(NamedTuple):
+class ViewStep(NamedTuple):
     """One view call, `function(*args, **kwargs)` with the tensor in the hole. `part` selects one of several results."""
 
     function: Target
@@ -40,14 +40,14 @@ class Step(NamedTuple):
     grad: bool
 
 
-class Derived(NamedTuple):
+class DerivedView(NamedTuple):
     """A tensor that aliases what is written: the number of its base, and the view calls that lead from there to it."""
 
     base: int
-    steps: tuple[Step, ...]
+    steps: tuple[ViewStep, ...]
 
 
-class Nth(NamedTuple):
+class TargetIndex(NamedTuple):
     """Among the arguments of a call that writes: its n-th target, the very tensor object that is written."""
 
     number: int
@@ -64,7 +64,7 @@ class WriteArguments(NamedTuple):
     values: Any  # for each target that is a view, its own recorded value; else None
 
 
-class Written(NamedTuple):
+class WriteResults(NamedTuple):
     """What `mutate` returns."""
 
     result: Any  # what the call returned, besides tensors that it was given
@@ -77,9 +77,9 @@ def mutate(
     bases: tuple[torch.Tensor, ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    targets: tuple[Derived, ...],
+    targets: tuple[DerivedView, ...],
     values: tuple[torch.Tensor | None, ...],
-) -> Written:
+) -> WriteResults:
     """Call a function that writes in place, on copies of what it writes. Nothing that was passed in changes.
 
     `values` holds the recorded value of each target that is a view, where a patch may have replaced it. Such a value is
@@ -104,14 +104,14 @@ def mutate(
                 raise ReplaylensError(
                     f"{function.short} wrote into a copy: on these values, a view of what it writes is a copy"
                 )
-    return Written(result, written, copies)
+    return WriteResults(result, written, copies)
 
 
 def _concrete(value: Any, bases: tuple[torch.Tensor, ...], written: tuple[torch.Tensor, ...]) -> Any:
     """The arguments, with tensors in the place of what stands for them."""
-    if isinstance(value, Nth):
+    if isinstance(value, TargetIndex):
         return written[value.number]
-    if isinstance(value, Derived):
+    if isinstance(value, DerivedView):
         return _derive(bases, value)
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         items = [_concrete(item, bases, written) for item in value]
@@ -150,15 +150,15 @@ def _call_with_out(out: Any, function: Target, args: tuple[Any, ...], kwargs: di
     return out
 
 
-def _derive(copies: tuple[torch.Tensor, ...], view: Derived) -> torch.Tensor:
+def _derive(copies: tuple[torch.Tensor, ...], view: DerivedView) -> torch.Tensor:
     tensor = copies[view.base]
     for step in view.steps:
         with torch.set_grad_enabled(step.grad or torch.is_grad_enabled()):
-            tensor = take_step(tensor, step)
+            tensor = apply_view_step(tensor, step)
     return tensor
 
 
-def take_step(tensor: torch.Tensor, step: Step) -> torch.Tensor:
+def apply_view_step(tensor: torch.Tensor, step: ViewStep) -> torch.Tensor:
     """The view that a step makes of a tensor."""
     fill: Callable[[Any], Any] = lambda value: tensor if value is Hole.HERE else value  # noqa: E731
     args = [fill(value) for value in step.args]
@@ -214,9 +214,9 @@ class Write(Call):
         return WriteArguments(*self.args)
 
     @property
-    def gives(self) -> Written:
+    def gives(self) -> WriteResults:
         """What it returns by name, as trees of its own Refs."""
-        return Written(*self.returns)
+        return WriteResults(*self.returns)
 
     @property
     def writes_out(self) -> bool:
@@ -246,28 +246,30 @@ class Write(Call):
             return self
         return self.given(values=tuple([value if value in values else None for value in known]))
 
-    def view(self, tree: Any) -> Derived | None:
+    def view(self, tree: Any) -> DerivedView | None:
         """The view of a written storage that stands at a place among the model's arguments; None if none does."""
-        place = unpacked(tree)
-        return unpacked(self.arguments.targets[place.number]) if type(place) is Nth else place
+        place = unpacked_place(tree)
+        return unpacked_place(self.arguments.targets[place.number]) if type(place) is TargetIndex else place
 
     def value(self, tree: Any) -> Ref | None:
         """The recorded value of the target that stands at a place among the model's arguments."""
-        place = unpacked(tree)
-        return self.arguments.values[place.number] if type(place) is Nth else None
+        place = unpacked_place(tree)
+        return self.arguments.values[place.number] if type(place) is TargetIndex else None
 
 
-def packed(place: Nth | Derived | Step) -> Branch:
+def packed_place(place: TargetIndex | DerivedView | ViewStep) -> Branch:
     """A target or view as a part of a frozen tree."""
     return Branch(type(place), tuple(place))
 
 
-def unpacked(tree: Any) -> Any:
+def unpacked_place(tree: Any) -> Any:
     """The target, view or step that a part of a frozen tree is, with named fields; None if it is none."""
-    return tree.kind(*tree.items) if type(tree) is Branch and tree.kind in (Nth, Derived, Step) else None
+    return (
+        tree.kind(*tree.items) if type(tree) is Branch and tree.kind in (TargetIndex, DerivedView, ViewStep) else None
+    )
 
 
-def plain_call(call: Call, **changes: Any) -> Call:
+def as_plain_call(call: Call, **changes: Any) -> Call:
     """The call as a plain `Call` with other fields, no longer a write."""
     return Call(**{each.name: getattr(call, each.name) for each in fields(Call)} | changes)
 
@@ -284,7 +286,7 @@ class Original(NamedTuple):
 
 
 # Of functions that take the model's: how many arguments come before the model's own. The first is its function.
-_WRAPPERS = {laid_out: 1, blank: 1, filled: 1, fill_new: 2}
+_WRAPPERS = {in_old_layout: 1, blank: 1, blank_filled: 1, fill_new: 2}
 
 
 def original_call(call: Call) -> Original:
@@ -296,20 +298,20 @@ def original_call(call: Call) -> Original:
     return Original(call.args[0] if own else call.target, call.args[own:], dict(call.kwargs))
 
 
-def places(tree: Any) -> list[Nth | Derived]:
+def places_in(tree: Any) -> list[TargetIndex | DerivedView]:
     """All targets and views in a tree of the model's own arguments."""
-    if type(tree) is Branch and tree.kind in (Nth, Derived):
-        return [unpacked(tree)]
+    if type(tree) is Branch and tree.kind in (TargetIndex, DerivedView):
+        return [unpacked_place(tree)]
     items = tree if type(tree) is tuple else tree.items if type(tree) is Branch else ()
-    return [place for item in items for place in places(item)]
+    return [place for item in items for place in places_in(item)]
 
 
 def holds_tensor(tree: Any) -> bool:
     """True if a tree of the model's own arguments contains a tensor, or what stands for one."""
-    return any(type(leaf) is Ref for leaf in leaves(tree)) or bool(places(tree))
+    return any(type(leaf) is Ref for leaf in leaves(tree)) or bool(places_in(tree))
 
 
-def concrete(call: Call, tree: Any, fill: Callable[[Any], Any]) -> Any:
+def concrete_arguments(call: Call, tree: Any, fill: Callable[[Any], Any]) -> Any:
     """A tree of the model's own arguments with values in the place of Refs, targets and views."""
     value = thaw(tree, fill)
     if not isinstance(call, Write) or not holds_tensor(tree):

@@ -13,12 +13,12 @@ from attrs import frozen
 
 from .._ir.label import Label
 from .._ir.node import Call, Source, State, TensorSpec
-from .._ir.printer import line
+from .._ir.printer import node_line
 from .._ir.torch_private import without_function_modes
 from ..errors import NotSaved, StaleValue
 from .format import format_bytes, format_duration, format_flops
 from .layer_facts import LayerFacts
-from .topology import Span
+from .program_facts import Span
 
 Say = Callable[[LayerFacts], Any]
 _LONGEST = 300  # characters of a line on a page
@@ -34,19 +34,19 @@ class Field:
     page: tuple[str, Say] | None = None  # on the card of a page: a key and the data
 
 
-def card(layer: LayerFacts) -> str:
+def layer_card(layer: LayerFacts) -> str:
     """The text of `print(layer)`, one line per fact."""
     lines = [(title, say(layer)) for title, say in [field.line for field in FIELDS if field.line is not None]]
     return "\n    ".join([_head(layer), *[f"{title}: {words}" if title else words for title, words in lines if words]])
 
 
-def on_page(layer: LayerFacts) -> dict[str, Any]:
+def page_card(layer: LayerFacts) -> dict[str, Any]:
     """The facts of a layer on a page, as plain data."""
     found = {key: say(layer) for key, say in [field.page for field in FIELDS if field.page is not None]}
     return {key: value for key, value in found.items() if value not in ("", [], (), None)}
 
 
-def row(layer: LayerFacts) -> tuple[Any, ...]:
+def table_row(layer: LayerFacts) -> tuple[Any, ...]:
     """The cells of a layer under `COLUMNS`."""
     return tuple([_cell(getattr(layer, name)) for name in COLUMNS])
 
@@ -122,7 +122,7 @@ def _function(layer: LayerFacts) -> str:
 
 
 def _code(layer: LayerFacts) -> str:
-    return line(layer.node) if isinstance(layer.node, Call) and not layer.is_output_layer else ""
+    return node_line(layer.node) if isinstance(layer.node, Call) and not layer.is_output_layer else ""
 
 
 def _cost(layer: LayerFacts) -> str:

@@ -17,12 +17,12 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from .._ir.graph import Graph
 from .._ir.node import Call, Ref, TensorSpec, specs_of
-from .._ir.ops import Quirk, of_kind
+from .._ir.ops import Quirk, op_info_of_kind
 from .._ir.trees import thaw
 from .._ir.write import Original, original_call
 
 
-class ShapeOnly(tuple[int, ...]):
+class ArgumentShape(tuple[int, ...]):
     """The shape of a tensor, as an argument in its place."""
 
     __slots__ = ()
@@ -43,13 +43,13 @@ def cost_of(call: Call, graph: Graph) -> Cost:
     """The cost of one call."""
     made, kind = original_call(call), call.kind
     packet = getattr(made.target.function, "_overloadpacket", None)
-    op = of_kind(kind)
+    op = op_info_of_kind(kind)
     if kind in _OWN or op.is_free:
         return FREE
     if kind in _PRODUCTS or packet in flop_registry:
         args, kwargs = _shaped(made, graph)
         named = [kwargs[name] for name in _NAMES if name in kwargs]
-        out = ShapeOnly(call.meaning[0].shape)
+        out = ArgumentShape(call.meaning[0].shape)
         flops = (
             _by_torch(packet, args, kwargs, out) if packet in flop_registry else _PRODUCTS[kind]((*args, *named), out)
         )
@@ -80,13 +80,13 @@ def _shaped(made: Original, graph: Graph) -> tuple[tuple[Any, ...], dict[str, An
     """The arguments with each tensor replaced by its shape."""
 
     def fill(leaf: Any) -> Any:
-        return ShapeOnly(_meaning(graph, leaf).shape) if type(leaf) is Ref else leaf
+        return ArgumentShape(_meaning(graph, leaf).shape) if type(leaf) is Ref else leaf
 
     return thaw(made.args, fill), {key: thaw(value, fill) for key, value in made.kwargs.items()}
 
 
-def _shapes(value: Any) -> list[ShapeOnly]:
-    if type(value) is ShapeOnly:
+def _shapes(value: Any) -> list[ArgumentShape]:
+    if type(value) is ArgumentShape:
         return [value]
     if isinstance(value, (tuple, list)):
         return [found for item in value for found in _shapes(item)]
@@ -96,41 +96,41 @@ def _shapes(value: Any) -> list[ShapeOnly]:
 # -- products ------------------------------------------------------------------------------------------------------
 
 
-def _by_torch(packet: Any, args: Any, kwargs: Mapping[str, Any], out: ShapeOnly) -> int | None:
+def _by_torch(packet: Any, args: Any, kwargs: Mapping[str, Any], out: ArgumentShape) -> int | None:
     """The cost of an ATen call by the formula in torch's registry."""
-    plain = [list(arg) if type(arg) is ShapeOnly else arg for arg in args]
+    plain = [list(arg) if type(arg) is ArgumentShape else arg for arg in args]
     return int(flop_registry[packet](*plain, **kwargs, out_val=list(out)))
 
 
-def _linear(args: Any, out: ShapeOnly) -> int:
+def _linear(args: Any, out: ArgumentShape) -> int:
     return 2 * prod(out) * args[0][-1]
 
 
-def _added(args: Any, out: ShapeOnly) -> int:
+def _added(args: Any, out: ArgumentShape) -> int:
     return 2 * prod(out) * args[1][-1]
 
 
-def _added_batches(args: Any, out: ShapeOnly) -> int:
+def _added_batches(args: Any, out: ArgumentShape) -> int:
     return 2 * prod(out) * args[1][-1] * args[1][0]
 
 
-def _convolution(args: Any, out: ShapeOnly, transposed: bool = False) -> int:
+def _convolution(args: Any, out: ArgumentShape, transposed: bool = False) -> int:
     x, weight = args[:2]
     is_batch = len(x) == len(weight)
-    x, out = (x, out) if is_batch else (ShapeOnly((1, *x)), ShapeOnly((1, *out)))
+    x, out = (x, out) if is_batch else (ArgumentShape((1, *x)), ArgumentShape((1, *out)))
     return int(conv_flop_count(list(x), list(weight), list(out), transposed))
 
 
-def _transposed(args: Any, out: ShapeOnly) -> int:
+def _transposed(args: Any, out: ArgumentShape) -> int:
     return _convolution(args, out, transposed=True)
 
 
-def _attention(args: Any, out: ShapeOnly) -> int:
+def _attention(args: Any, out: ArgumentShape) -> int:
     query, key, value = args[:3]
     return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
-def _einsum(args: Any, out: ShapeOnly) -> int | None:
+def _einsum(args: Any, out: ArgumentShape) -> int | None:
     """The cost for two operands; for more it depends on the order. An axis of one operand alone is summed first."""
     equation, *operands = args
     shapes = _shapes(operands)
@@ -146,18 +146,18 @@ def _einsum(args: Any, out: ShapeOnly) -> int | None:
     return 2 * prod(size for letter, size in sizes.items() if letter in given or (letter in one and letter in other))
 
 
-def _recurrent(args: Any, out: ShapeOnly) -> int:
+def _recurrent(args: Any, out: ArgumentShape) -> int:
     """Each weight matrix is multiplied once per step and batch item."""
-    packed = type(args[1]) is ShapeOnly and type(args[2]) in (list, tuple) and type(args[3]) in (list, tuple)
+    packed = type(args[1]) is ArgumentShape and type(args[2]) in (list, tuple) and type(args[3]) in (list, tuple)
     weights = args[3] if packed else args[2]
     return 2 * prod(args[0][:-1]) * sum(prod(shape) for shape in _shapes(weights) if len(shape) == 2)
 
 
-def _cell(args: Any, out: ShapeOnly) -> int:
+def _cell(args: Any, out: ArgumentShape) -> int:
     return 2 * prod(args[0][:-1]) * sum(prod(shape) for shape in _shapes(args[2:]) if len(shape) == 2)
 
 
-_PRODUCTS: dict[str, Callable[[Any, ShapeOnly], int | None]] = {
+_PRODUCTS: dict[str, Callable[[Any, ArgumentShape], int | None]] = {
     **dict.fromkeys(("linear", "matmul", "linalgmatmul", "mm", "bmm", "mv", "dot", "inner", "vdot"), _linear),
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), _added),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),

@@ -16,7 +16,7 @@ from .._ir.graph import Graph
 from .._ir.label import Label
 from .._ir.location import Location
 from .._ir.node import Input, Ref, Scope, State, refs_in
-from .._ir.trees import keyed, walk
+from .._ir.trees import keyed_items, walk
 from .._ir.util import cached_property, matches
 from ..errors import NoSuchLayer
 
@@ -103,7 +103,7 @@ class LayerIndex:
             return None
         place = evolve(self.by_label[refs[0].node], scope=scope)
         if len(refs) > 1:
-            ways = {leaf: way for way, leaf in reversed(list(walk(tree, keyed))) if type(leaf) is Ref}
+            ways = {leaf: way for way, leaf in reversed(list(walk(tree, keyed_items))) if type(leaf) is Ref}
             return evolve(place, part=tree, names=tuple([_path_text(ways[ref]) for ref in refs]))
         if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
             return evolve(place, part=tree)

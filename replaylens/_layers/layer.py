@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 
 from .._ir.location import Location
 from .._ir.value_source import ValueSource
-from .fields import card
+from .fields import layer_card
 from .index import LayerIndex
 from .layer_facts import LayerFacts
 from .program_facts import ProgramFacts
@@ -69,7 +69,7 @@ class Layer(LayerFacts, ValueSource):
         return f"<Layer {self.label}: {self.layer_type}{shape}{f' in {self.module}' if self.module else ''}>"
 
     def __str__(self) -> str:
-        return card(self)
+        return layer_card(self)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

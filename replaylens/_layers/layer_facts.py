@@ -12,17 +12,16 @@ from typing import Any
 import torch
 
 from .._ir.autograd import history_of
-from .._ir.capture_metadata import Parameter
+from .._ir.capture_metadata import ParameterInfo
 from .._ir.label import Label
 from .._ir.location import Location
 from .._ir.node import Call, Generator, Input, Node, Ref, Source, State, value_of
 from .._ir.target import Target
 from .._ir.trees import thaw
-from .._ir.write import Original, Write, concrete, holds_tensor, original_call
+from .._ir.write import Original, Write, concrete_arguments, holds_tensor, original_call
 from .._torchlens.names import TorchLensNames
 from .flops import FREE, Cost
-from .program_facts import ProgramFacts
-from .topology import Span
+from .program_facts import ProgramFacts, Span
 
 
 class LayerFacts(TorchLensNames):
@@ -217,7 +216,7 @@ class LayerFacts(TorchLensNames):
         return {key: thaw(tree, self._leaf) for key, tree in named.items() if not holds_tensor(tree)}
 
     def _concrete(self, tree: Any) -> Any:
-        return concrete(self._call, tree, self._leaf) if self._call is not None else None
+        return concrete_arguments(self._call, tree, self._leaf) if self._call is not None else None
 
     def _leaf(self, leaf: Any) -> Any:
         if type(leaf) is Ref:
@@ -267,7 +266,7 @@ class LayerFacts(TorchLensNames):
     # -- parameters --
 
     @property
-    def parameters(self) -> tuple[Parameter, ...]:
+    def parameters(self) -> tuple[ParameterInfo, ...]:
         """Each parameter that it read, once: address, shape, dtype, whether it is trained."""
         call = self._call
         if call is None:

@@ -12,12 +12,10 @@ from typing import Any
 from .._ir.label import Label
 from .._ir.location import Location
 from .._ir.node import Call, Input, State
-from .conditionals import Conditional
-from .fields import COLUMNS, row
+from .fields import COLUMNS, table_row
+from .format import Table
 from .layer import Layer
-from .program_facts import ProgramFacts
-from .tables import Table
-from .topology import is_branching, is_recurrent, max_recurrent_loops
+from .program_facts import Conditional, ProgramFacts, is_branching, is_recurrent, max_recurrent_loops
 
 
 class ProgramMetadata:
@@ -298,7 +296,7 @@ class ProgramMetadata:
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each operation."""
-        return Table(COLUMNS, tuple(map(row, self._all()))).to_pandas()
+        return Table(COLUMNS, tuple(map(table_row, self._all()))).to_pandas()
 
 
 def _above(address: str) -> Iterable[str]:

@@ -12,9 +12,8 @@ from typing import Any
 
 from .._ir.graph import Graph
 from .._ir.label import Label
-from .format import format_bytes, format_duration, format_flops, format_passes
+from .format import Table, format_bytes, format_duration, format_flops, format_passes
 from .program_metadata import ProgramMetadata
-from .tables import Table
 
 WIDTH = 110
 

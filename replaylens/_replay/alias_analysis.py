@@ -25,10 +25,10 @@ from collections.abc import Iterable
 from .._ir.graph import Graph
 from .._ir.node import Call, Ref, refs_in, refs_of
 from .._ir.trees import leaves
-from .._ir.write import Write, unpacked
+from .._ir.write import Write, unpacked_place
 
 Influences = dict[Ref, frozenset[Ref]]  # for a value the changed ones that it is made from; none where it is missing
-NONE: frozenset[Ref] = frozenset()
+NO_REFS: frozenset[Ref] = frozenset()
 
 
 def detached_views(graph: Graph, changed: Iterable[Ref]) -> dict[str, frozenset[Ref]]:
@@ -47,7 +47,7 @@ def detached_views(graph: Graph, changed: Iterable[Ref]) -> dict[str, frozenset[
             influences.update(dict.fromkeys(refs_of(node), dependencies))
         for ref in refs_of(node):
             if ref in changed:
-                influences[ref] = influences.get(ref, NONE) | {ref}
+                influences[ref] = influences.get(ref, NO_REFS) | {ref}
     return found
 
 
@@ -58,7 +58,7 @@ def writes_views(graph: Graph) -> bool:
 
 
 def _union(influences: Influences, refs: Iterable[Ref]) -> frozenset[Ref]:
-    return NONE.union(*[influences.get(ref, NONE) for ref in refs])
+    return NO_REFS.union(*[influences.get(ref, NO_REFS) for ref in refs])
 
 
 def _follow_write(call: Write, influences: Influences) -> frozenset[Ref]:
@@ -69,10 +69,10 @@ def _follow_write(call: Write, influences: Influences) -> frozenset[Ref]:
     """
     arguments, values = call.arguments, call.arguments.values
     written, memory = call.gives.targets, call.gives.bases
-    from_bases = [influences.get(base, NONE) for base in arguments.bases]
-    numbers = [unpacked(target).base for target in arguments.targets]
+    from_bases = [influences.get(base, NO_REFS) for base in arguments.bases]
+    numbers = [unpacked_place(target).base for target in arguments.targets]
     from_values = [
-        influences.get(v, NONE) if type(v) is Ref else from_bases[n] for v, n in zip(values, numbers, strict=True)
+        influences.get(v, NO_REFS) if type(v) is Ref else from_bases[n] for v, n in zip(values, numbers, strict=True)
     ]
     is_detached = [bool(one - from_bases[number]) for one, number in zip(from_values, numbers, strict=True)]
     from_values = [
@@ -84,7 +84,7 @@ def _follow_write(call: Write, influences: Influences) -> frozenset[Ref]:
         is_written = any(n == number and not a for n, a in zip(numbers[: len(written)], is_detached, strict=False))
         influences[ref] = from_bases[number] | from_arguments if is_written else from_bases[number]
     for ref, one in zip(written, from_values, strict=False):
-        influences[ref] = influences.get(ref, NONE) | one | from_arguments if ref in memory else one | from_arguments
+        influences[ref] = influences.get(ref, NO_REFS) | one | from_arguments if ref in memory else one | from_arguments
     for leaf in leaves(call.gives.result):
         if type(leaf) is Ref and leaf not in written and leaf not in memory:
             influences[leaf] = from_arguments.union(*from_values)

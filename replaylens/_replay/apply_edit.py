@@ -17,34 +17,41 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._edit.lower import may_vary
-from .._edit.rewrite import NOTHING, replace
-from .._edit.unchanged_values import origins, unchanged_values
+from .._edit.rewrite import NO_REFS, old_names, replace, unchanged_values
 from .._ir.autograd import as_leaf
 from .._ir.graph import Graph
-from .._ir.label import fresh
+from .._ir.label import unused_name
+from .._ir.memory import storage_of, version_of
 from .._ir.node import Call, Guard, Input, Node, Ref, State, TensorSpec, filled, refs_of, specs_of, value_of
 from .._ir.printer import listing
 from .._ir.runtime import alias
-from .._ir.shared_memory import storage_of, version_of
 from .._ir.target import Target
 from ..errors import ShapeMismatch
 from .alias_analysis import detached_views
 from .compile import compile_plan
-from .flag_guards import answer, asked_again
-from .guards import Departure, answered, changed, diverged, misdirected, place, raising, same_result
+from .flag_guards import flag_answer, value_departures
+from .guards import (
+    Departure,
+    aliasing_hazards,
+    changed_answer,
+    diverged_error,
+    exceptions_as_departures,
+    guard_identity,
+    same_result,
+    with_answer,
+)
 from .interpreter import Code
-from .layout_guards import asks_for_view, layouts_altered
-from .move import as_it_came_out
+from .layout_guards import asks_for_view, edit_layout_departures
+from .move import with_specs_of
 from .plan import Plan, plan
-from .record import Record, Versions
-from .retention import keeping
-from .runner import begin, run_code
+from .record import Record, Versions, keeping_only
+from .runner import initial_values, run_code
 
 Derived = tuple[Record, Any]
 
 
 @frozen(eq=False)
-class Watched:
+class DrawObserver:
     """Observes which functions of an edit draw random numbers while its record is derived."""
 
     before: Mapping[str, torch.Tensor]  # the states that are kept already, by key
@@ -62,7 +69,7 @@ class Watched:
         torch.default_generator.set_state(self.now[0])
         if not calls:
             return record, output
-        keys = {name: fresh(f"draw_of_{name}", self.before) for name in self.states}
+        keys = {name: unused_name(f"draw_of_{name}", self.before) for name in self.states}
         draws = {**record.draws, **{keys[name]: state for name, state in self.states.items()}}
 
         def plain(node: Node) -> Node:
@@ -92,7 +99,7 @@ class Watched:
         return evolve(call, target=Target(call.target.name, observe, is_stable=False))
 
 
-Values = dict[Ref, torch.Tensor]
+ValueByRef = dict[Ref, torch.Tensor]
 
 
 @frozen(eq=False)
@@ -112,27 +119,27 @@ def apply_edit(
     graph: Graph,
     added: EditAdditions = NOTHING_ADDED,
     on_divergence: str = "raise",
-    wanted: Mapping[Ref, TensorSpec] = NOTHING,
+    wanted: Mapping[Ref, TensorSpec] = NO_REFS,
 ) -> tuple[Record, Any]:
     """A Record of the edited graph, and its output. Values that the edit cannot reach are the very same tensors.
 
     Values that other nodes read must keep their recorded shape and dtype; `wanted` gives the specs of values that are
     new.
     """
-    require_choice(on_divergence)
+    require_edit_policy(on_divergence)
     derivation = _Derivation(record, graph, added, unchanged_values(record.graph, graph, added.values), wanted)
     departures: list[Departure] = []
 
     def departed(departure: Departure) -> None:
         departures.append(departure)
         if on_divergence == "raise":
-            raise diverged(departure)
+            raise diverged_error(departure)
 
     known = derivation.known()
     values = {**known, **derivation.run(known, departed)}
     for departure in derivation.departures(values):
         departed(departure)
-    graph = as_it_came_out(graph, {ref: tensor for ref, tensor in values.items() if ref not in derivation.same})
+    graph = with_specs_of(graph, {ref: tensor for ref, tensor in values.items() if ref not in derivation.same})
     if departures:
         graph = evolve(graph, guards=tuple([_as_answered(guard, values) for guard in graph.guards]))
     made = Record(
@@ -144,11 +151,11 @@ def apply_edit(
         account=record.account.untimed(),
         places=record.places,
     )
-    made = made if record.saved is None else keeping(made, record.saved)
+    made = made if record.saved is None else keeping_only(made, record.saved)
     return made, filled(graph.output, values.__getitem__)
 
 
-def require_choice(on_divergence: str) -> None:
+def require_edit_policy(on_divergence: str) -> None:
     """Checks `on_divergence` of an edit: an edited program has no model to rerun."""
     if on_divergence not in ("raise", "ignore"):
         raise ValueError(f"on_divergence of an edit must be one of 'raise', 'ignore', not {on_divergence!r}.")
@@ -165,21 +172,21 @@ class _Derivation:
     wanted: Mapping[Ref, TensorSpec]
     drawn: dict[str, torch.Tensor] = field(factory=dict)  # the states of draws that begin elsewhere now
 
-    def known(self) -> Values:
+    def known(self) -> ValueByRef:
         """The values that exist before anything runs."""
         old = self.record.values
         shared = {new: old[ref] for new, ref in self.same.items() if ref in old}
         return shared | {Ref(name): tensor for name, tensor in self.added.values.items()}
 
-    def run(self, known: Values, departed: Callable[[Departure], None]) -> Values:
+    def run(self, known: ValueByRef, departed: Callable[[Departure], None]) -> ValueByRef:
         """Runs every node whose value is not known."""
         graph = self.graph
         made, code = self._compiled(known)
-        begun = begin(
+        begun = initial_values(
             code, lambda ref: as_leaf(self.record.value(self.same[ref]) if ref in self.same else known[ref]), departed
         )
         refs = [ref for position in made.run for ref in refs_of(graph.nodes[position])]
-        with raising(graph, lambda: code.executed, departed):
+        with exceptions_as_departures(graph, lambda: code.executed, departed):
             try:
                 ran = run_code(graph, begun)
             except Exception as error:
@@ -194,12 +201,12 @@ class _Derivation:
         self.drawn.update(ran.states_begun)
         return found | self._states_begun()
 
-    def _states_begun(self) -> Values:
+    def _states_begun(self) -> ValueByRef:
         """The generator states that calls which rerun a draw themselves receive: those in which it begins now."""
         drawn, states = self.graph.drawn, self.graph.states
         return {ref: self.drawn[key] for key in self.drawn for ref in states.get(drawn[key], ())}
 
-    def _compiled(self, known: Values) -> tuple[Plan, Code]:
+    def _compiled(self, known: ValueByRef) -> tuple[Plan, Code]:
         graph, recorded = self.graph, self._recorded_guards()
         is_known = bytearray([all(ref in known for ref in refs_of(node)) for node in graph.nodes])
         unknown = [position for position, mark in enumerate(is_known) if not mark]
@@ -210,7 +217,7 @@ class _Derivation:
         draws = {**self.record.draws, **self.added.draws}
         return made, compile_plan(graph, made, draws, lambda ref: self.record.value(before[ref]))
 
-    def require_shapes(self, values: Values, cause: Exception | None = None) -> None:
+    def require_shapes(self, values: ValueByRef, cause: Exception | None = None) -> None:
         """Raises if a value that is read has lost its recorded shape or dtype. Shapes that depend on content are left
         to guards.
         """
@@ -218,7 +225,7 @@ class _Derivation:
         before = {ref: meaning for node in old.calls for ref, meaning in specs_of(node).items()}
         before |= {Ref(n.name): before[tree] for n in old.calls if type(tree := value_of(n)) is Ref and tree in before}
         before |= self.wanted
-        now = as_it_came_out(graph, values)
+        now = with_specs_of(graph, values)
         decided, ends = self._content_dependent(now, before, values), frozenset(graph.output_refs)
         for node in now.calls:
             for ref, meaning in specs_of(node).items():
@@ -241,7 +248,7 @@ class _Derivation:
                     ) from cause
 
     @staticmethod
-    def _content_dependent(now: Graph, before: Mapping[Ref, TensorSpec], values: Values) -> frozenset[str]:
+    def _content_dependent(now: Graph, before: Mapping[Ref, TensorSpec], values: ValueByRef) -> frozenset[str]:
         """The nodes after calls whose content gives another shape than the recorded one."""
         other = [
             node.name
@@ -251,14 +258,14 @@ class _Derivation:
         ]
         return now.descendants(other) if other else frozenset()
 
-    def departures(self, values: Values) -> Iterator[Departure]:
+    def departures(self, values: ValueByRef) -> Iterator[Departure]:
         """Departures from the recorded path that no guard reports."""
         yield from self.aliasing_departures(values)
         yield from self.handed_back(values)
         yield from self.asked_departures(values)
         yield from self.layout_departures(values)
 
-    def handed_back(self, values: Values) -> Iterator[Departure]:
+    def handed_back(self, values: ValueByRef) -> Iterator[Departure]:
         """Functions of the user's that return the memory that they are given, where the model writes through it. A
         program's write makes a copy, so which of the two tensors would share it is undecidable.
         """
@@ -267,9 +274,9 @@ class _Derivation:
             return
         for call in functions:
             if shares_memory(values, refs_of(call), call.refs):
-                yield handed_back(call)
+                yield returns_its_memory(call)
 
-    def aliasing_departures(self, values: Values) -> Iterator[Departure]:
+    def aliasing_departures(self, values: ValueByRef) -> Iterator[Departure]:
         """Edited calls whose memory the model writes later, or through which it takes gradients."""
         old, graph = self.record.graph, self.graph
         for edited in graph.edited:
@@ -278,22 +285,22 @@ class _Derivation:
             call = old[edited.name]
             if not isinstance(call, Call) or edited is call:
                 continue
-            yield from misdirected(call, self._is_gradient_cut(edited.name))
+            yield from aliasing_hazards(call, self._is_gradient_cut(edited.name))
 
-    def asked_departures(self, values: Values) -> Iterator[Departure]:
+    def asked_departures(self, values: ValueByRef) -> Iterator[Departure]:
         """Other answers to questions about the layout and flags of values that the edit has altered."""
         for guard in self.graph.asked:
             if guard.refs and (ref := guard.refs[0]) in values and ref not in self.same:
-                yield from asked_again(guard, values[ref])
+                yield from value_departures(guard, values[ref])
                 if asks_for_view(guard) and self._is_made_by_an_edit(ref):
-                    yield from filter(None, (changed(guard, answer(guard, values[ref])),))
+                    yield from filter(None, (changed_answer(guard, flag_answer(guard, values[ref])),))
 
     def _is_made_by_an_edit(self, ref: Ref) -> bool:
         """True if a call of the edit itself gives the value. An alias stands for the value it aliases."""
         node = self.graph[ref.node]
         return isinstance(node, Call) and bool(node.edited) and node.target.function is not alias
 
-    def layout_departures(self, values: Values) -> Iterator[Departure]:
+    def layout_departures(self, values: ValueByRef) -> Iterator[Departure]:
         """Departures that follow from the memory layout of values that the edit has altered."""
         old, instead = self.record, dict(self._replaced_operands())
         meanings = {ref: meaning for node in old.graph.nodes for ref, meaning in specs_of(node).items()}
@@ -302,7 +309,7 @@ class _Derivation:
         before = {ref: old.values[was] for ref, was in places.items() if was in old.values}
         strides = {ref: meanings[was].strides for ref, was in places.items() if was in meanings}
         edited = {*instead, *self.graph.edited_refs, *[Ref(name) for name in self.added.values]}
-        yield from layouts_altered(self.graph, before, strides, new, edited)
+        yield from edit_layout_departures(self.graph, before, strides, new, edited)
 
     def _replaced_operands(self) -> Iterator[tuple[Ref, Ref]]:
         """What the model's calls read now, with what they read before the edit."""
@@ -323,18 +330,18 @@ class _Derivation:
         """Each guard as it was before the edit, by its number now. Guards that the edit brought hold anyway."""
         left, found = list(self.record.graph.guards), {}
         for number, guard in enumerate(self.graph.guards):
-            if left and place(left[0]) == place(guard) and same_result(left[0].result, guard.result):
+            if left and guard_identity(left[0]) == guard_identity(guard) and same_result(left[0].result, guard.result):
                 found[number] = left.pop(0)
         return found
 
-    def versions(self, values: Values) -> Versions:
+    def versions(self, values: ValueByRef) -> Versions:
         """The write counters of all values; those of shared values as recorded."""
         old, same = self.record.versions, self.same
         return Versions((ref, old[same[ref]] if ref in same else version_of(t)) for ref, t in values.items())
 
     def live(self) -> dict[str, torch.Tensor]:
         """The model's own parameters and inputs, and those that the edit brought."""
-        was = origins(self.record.graph, self.graph)
+        was = old_names(self.record.graph, self.graph)
         sources = {node.name for node in self.graph.nodes if isinstance(node, (State, Input))}
         kept = sources.difference(self.added.values)
         known = {name: self.record.live.get(was.get(name, name)) for name in kept}
@@ -347,12 +354,12 @@ def shares_memory(values: Mapping[Ref, torch.Tensor], some: Iterable[Ref], other
     return any(ref in values and storage_of(values[ref]) in memory for ref in some)
 
 
-def handed_back(call: Call) -> Departure:
+def returns_its_memory(call: Call) -> Departure:
     """The departure for a user's function that returns the memory it is given, where the model writes."""
     what = f"the memory of {call.name}, which the model writes,"
     return Departure(what, "that of one tensor", "handed on by a function, which a program cannot follow", call.source)
 
 
-def _as_answered(guard: Guard, values: Values) -> Guard:
+def _as_answered(guard: Guard, values: ValueByRef) -> Guard:
     """The guard with the answer of these values: the derived program takes this path."""
-    return answered(guard, values.__getitem__) if all(ref in values for ref in guard.refs) else guard
+    return with_answer(guard, values.__getitem__) if all(ref in values for ref in guard.refs) else guard

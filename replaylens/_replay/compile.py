@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from .._ir.autograd import all_placed, placed
+from .._ir.autograd import as_own_node, as_own_nodes
 from .._ir.graph import Graph
 from .._ir.node import (
     NO_MODES,
@@ -34,11 +34,11 @@ from .._ir.node import (
 )
 from .._ir.trees import leaves, thaw, walk
 from .._ir.write import Write
-from .alias_analysis import NONE, detached_views
+from .alias_analysis import NO_REFS, detached_views
 from .guards import departure
-from .interpreter import Code, Env, Step, Stretch
+from .interpreter import Code, Env, Segment, Step
 from .plan import Plan
-from .rng_stream import apart_from, has_own_generator, in_turn, left_at, streamed
+from .rng_stream import drawing_as_the_user, has_own_generator, leave_generator_at, stream_of, with_generator_turn
 
 Patched = Mapping[int, tuple[Any, ...]]  # by position: which of its values are patched, as trees of Refs
 
@@ -86,7 +86,7 @@ class _Compiler:
         self.graph, self.plan, self.states, self.recorded = graph, plan, states, recorded
         self.mode, self.patched, self.run = mode, patched, frozenset(plan.run)
         self.slot_map = slot_map = _Slots(graph)
-        self.stream = streamed(graph, plan.run, mode.fresh, slot_map.literal, slot_map.slots, mode.left)
+        self.stream = stream_of(graph, plan.run, mode.fresh, slot_map.literal, slot_map.slots, mode.left)
         self.departed = slot_map.literal(None)
         self.functions = {(p, n): slot_map.literal(None) for p, trees in patched.items() for n in range(len(trees))}
         self.steps: list[tuple[Context, Step]] = []
@@ -110,7 +110,7 @@ class _Compiler:
                 assert isinstance(node, Call)
                 self._add_call(
                     position,
-                    (node.keeping(detached.get(node.name, NONE)) if isinstance(node, Write) else node),
+                    (node.keeping(detached.get(node.name, NO_REFS)) if isinstance(node, Write) else node),
                     () if trees or places else dead,
                 )
             if trees or places:
@@ -154,7 +154,7 @@ class _Compiler:
             read, call = caller(node, slots, literal, self.states, self.mode)
         else:
             read, call = reader(node, slots, literal, {}, self.mode)
-            read, call = in_turn(
+            read, call = with_generator_turn(
                 read, call, turn, None if turn.begins is not None else self.states.get(node.draws or "")
             )
         if node.through:
@@ -190,7 +190,7 @@ class _Compiler:
         self, position: int, node: Node, trees: Any, places: tuple[Ref, ...], dead: tuple[int, ...]
     ) -> None:
         """What follows a node: its patches, and a node of its own in autograd's graph."""
-        apply = apart_from(self.stream, _applied)
+        apply = drawing_as_the_user(self.stream, _applied)
         after = [
             _patch_step(node, self.slot_map, *each, apply) for each in (self._functions(position) if trees else ())
         ]
@@ -204,7 +204,7 @@ class _Compiler:
         left, literal = self.stream.leaves, self.slot_map.literal
         if left is not None:
             slot = literal(self.states[left]) if isinstance(left, str) else left
-            leave = Step("the generator", partial(left_at, slot), _same, literal(None), (), ())
+            leave = Step("the generator", partial(leave_generator_at, slot), _same, literal(None), (), ())
             self.steps.append((self.steps[-1][0] if self.steps else NO_MODES, leave))
 
     def _context(self, context: Context) -> Context:
@@ -218,10 +218,10 @@ class _Compiler:
         return Context(grad, inference, context.autocast, context.settings)
 
 
-def _segments(made: Sequence[tuple[Context, Step]], nothing: int) -> Iterator[Stretch]:
+def _segments(made: Sequence[tuple[Context, Step]], nothing: int) -> Iterator[Segment]:
     for context, group in groupby(made, itemgetter(0)):
         steps = tuple([step for _, step in group])
-        yield Stretch(context, tuple([step.row(nothing) for step in steps]), steps)
+        yield Segment(context, tuple([step.row(nothing) for step in steps]), steps)
 
 
 class _Slots:
@@ -363,6 +363,6 @@ def _place_step(node: Any, slot_map: _Slots, refs: tuple[Ref, ...], patched: boo
         others += slots  # a patch may give any object, also one that stands elsewhere
     read = itemgetter(*slots, *others) if len(slots) + len(others) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
     if len(refs) == 1:
-        return Step(node.name, read, placed, slots[0], (), ())
+        return Step(node.name, read, as_own_node, slots[0], (), ())
     parts = tuple([((number,), slot) for number, slot in enumerate(slots)])
-    return Step(node.name, read, partial(all_placed, len(slots)), slot_map.literal(None), parts, ())
+    return Step(node.name, read, partial(as_own_nodes, len(slots)), slot_map.literal(None), parts, ())

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from .._ir.model_state import sight_of
+from .._ir.interrupts import exclusive_generator
+from .._ir.memory import version_of
+from .._ir.model_state import tensor_state
 from .._ir.node import Call, Ref, filled, refs_in, refs_of
-from .._ir.shared_memory import version_of
 from .._ir.util import cached_property
-from .._ir.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
 from .compile import Mode
 from .plan import Plan, plan
@@ -28,10 +28,10 @@ from .runner import run
 from .supply import known_marks, supply
 
 
-def mark_of(value: Any) -> Any:
+def version_mark(value: Any) -> Any:
     """The write counters of a value: they differ once it was written to."""
     if isinstance(value, (tuple, list)):
-        return tuple(map(mark_of, value))
+        return tuple(map(version_mark, value))
     return version_of(value) if isinstance(value, torch.Tensor) else None
 
 
@@ -39,17 +39,17 @@ def _full_mark(value: Any) -> Any:
     """The same, with where the value lies and its layout."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_full_mark, value))
-    return (version_of(value), sight_of(value)) if isinstance(value, torch.Tensor) else None
+    return (version_of(value), tensor_state(value)) if isinstance(value, torch.Tensor) else None
 
 
 def _marks(env: list[Any]) -> list[Any]:
     try:
-        return [value._version if type(value) is torch.Tensor else mark_of(value) for value in env]
+        return [value._version if type(value) is torch.Tensor else version_mark(value) for value in env]
     except RuntimeError:  # inference tensors have no write counter
-        return list(map(mark_of, env))
+        return list(map(version_mark, env))
 
 
-class Remembered:
+class PatchResults:
     """What patches gave in a replay, by position and number, so that a second question gets the same answer; and the
     generator states around them, for a replay that is abandoned and whose patches run again.
     """
@@ -74,7 +74,7 @@ class Remembered:
         """Resets the user's generator to its state before the patches drew, if nobody drew since."""
         if self.began is None or self.ended is None or torch.equal(self.began, self.ended):
             return
-        with drawing_alone():
+        with exclusive_generator():
             if torch.equal(torch.default_generator.get_state(), self.ended):
                 torch.default_generator.set_state(self.began)
 
@@ -91,16 +91,16 @@ class Remembered:
         return value
 
 
-class Late:
+class DeferredValues:
     """The values of one replay, also those that it did not keep."""
 
     def __init__(self, ran: Any, record: Record, finish: Callable[[Any], Any]) -> None:
         self.record, self.request, self.code, self.env = record, ran.request, ran.values.code, ran.values.env
         self.finish = finish
-        self.patched: Remembered = ran.patched
+        self.patched: PatchResults = ran.patched
         self.given_marks = ran.given
         changes = ran.request.changed.items()
-        self.operand_marks = {(p, n): mark_of(c.holds) for p, of in changes for n, c in enumerate(of) if c.holds}
+        self.operand_marks = {(p, n): version_mark(c.holds) for p, of in changes for n, c in enumerate(of) if c.holds}
         self.once = ran.once
         self.kept = ran.wanted | ran.request.keep | ran.once
         self.marks = _marks(self.env) if ran.request.keep else self._wanted_marks(ran.wanted | ran.once)
@@ -110,7 +110,7 @@ class Late:
 
     def _wanted_marks(self, wanted: Iterable[int]) -> Any:
         nodes, slots = self.record.graph.nodes, self.code.slots
-        return {slots[ref]: mark_of(self.env[slots[ref]]) for p in wanted for ref in refs_of(nodes[p])}
+        return {slots[ref]: version_mark(self.env[slots[ref]]) for p in wanted for ref in refs_of(nodes[p])}
 
     def __call__(self, position: int, tree: Any) -> Any:
         """The values at a node, as a tree."""
@@ -134,7 +134,7 @@ class Late:
     def _value(self, ref: Ref) -> Any:
         slot = self.code.slots[ref]
         value, mark = self.values[ref] if ref in self.values else (self.env[slot], self.marks[slot])
-        if mark_of(value) != mark:
+        if version_mark(value) != mark:
             raise StaleValue(_overwritten(f"the value of `{ref.node}` in this run", ref.node))
         return value
 
@@ -182,7 +182,7 @@ class Late:
         for position in (*made.run, *made.supply):
             for ref in refs_of(graph.nodes[position]):
                 if not self._is_held(ref) and (value := ran[ref]) is not None:
-                    self.values[ref] = value, mark_of(value)
+                    self.values[ref] = value, version_mark(value)
 
     def _plan(self, positions: Iterable[int]) -> Plan:
         graph = self.record.graph
@@ -208,7 +208,7 @@ class Late:
     def _source(self, ref: Ref) -> Any:
         position = self.record.graph.positions[ref.node]
         given = self.request.given.get(position)
-        if given is not None and self.given_marks[position] != (mark_of(given), sight_of(given)):
+        if given is not None and self.given_marks[position] != (version_mark(given), tensor_state(given)):
             raise StaleValue(_overwritten(f"what was given for `{ref.node}`", ref.node))
         if (drawn := self.record.graph.state_of.get(position)) is not None:
             return self.begun.get(self.record.graph.nodes[drawn].draws, self.record.value(ref))
@@ -218,7 +218,7 @@ class Late:
         change, name = self.request.changed[position][number], self.record.graph.nodes[position].name
         if (position, number) in self.patched.values and not self.record.graph.is_run_again(name):
             return self.patched.replayed(position, number, name)
-        if change.holds and self.operand_marks[position, number] != mark_of(change.holds):
+        if change.holds and self.operand_marks[position, number] != version_mark(change.holds):
             raise StaleValue(_overwritten(f"a tensor of the patch at `{name}`", name))
         return self.patched.note(position, number, change(value))
 

@@ -13,20 +13,27 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .._ir.copies import in_layout
-from .._ir.equality import attached, same_content
+from .._ir.equality import python_attributes, same_content
 from .._ir.graph import Graph
+from .._ir.memory import with_strides
 from .._ir.node import Call, Guard, Input, Ref, State, TensorSpec, specs_of
-from .._ir.ops import Quirk, info
-from .._ir.runtime import alias, copied
+from .._ir.ops import Quirk, op_info
+from .._ir.runtime import alias, deepcopied
 from .._ir.torch_private import is_wrapped
-from .._ir.trees import named, walk
+from .._ir.trees import named_items, walk
 from .._ir.write import Write
-from .guards import Departure, changed, diverged, fact
-from .layout_guards import Layouts, Tensors, asked_of, layout_departures, lies_otherwise, shows_memory
+from .guards import Departure, changed_answer, diverged_error, guard_text
+from .layout_guards import (
+    LayoutWalk,
+    Tensors,
+    exposes_memory,
+    has_other_layout,
+    layout_answer_departures,
+    layout_departures,
+)
 
-UNKNOWN = "not known"
-SOME = "there"  # the answer if the model only asks whether it is None
+UNKNOWN_FLAG = "not known"
+NOT_NONE = "there"  # the answer if the model only asks whether it is None
 WALK = "next_functions"
 
 
@@ -48,7 +55,7 @@ class OuterModes:
         return OuterModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
-def heeded(graph: Graph, changed: Iterable[int], until: int | None = None) -> list[int]:
+def guarded_changes(graph: Graph, changed: Iterable[int], until: int | None = None) -> list[int]:
     """Of changed nodes, those on which a fact depends that no content decides, whether or not the output needs them:
     questions that the model asks behind them, exceptions that it can catch, and for nodes that the output does not
     need their shape and dtype, which Python may have read.
@@ -66,7 +73,7 @@ def heeded(graph: Graph, changed: Iterable[int], until: int | None = None) -> li
     ]
 
 
-def departures(graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes) -> Iterator[Departure]:
+def metadata_departures(graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes) -> Iterator[Departure]:
     """Other answers, with these tensors in the place of recorded values."""
     if graph.asked or graph.catches:
         yield from _mode_departures(graph, around)
@@ -78,30 +85,30 @@ def _mode_departures(graph: Graph, around: OuterModes) -> Iterator[Departure]:
     for guard in graph.asked:
         if guard.kind == "mode":
             now = around.grad if guard.target.function is torch.is_grad_enabled else around.inference
-            yield from filter(None, (changed(guard, now),))
+            yield from filter(None, (changed_answer(guard, now),))
 
 
-def require_as_asked(graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes | None = None) -> None:
+def require_same_answers(graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes | None = None) -> None:
     """Raises for tensors with other answers, where there is no other way out. `around` defaults to the modes that
     are on.
     """
-    for departure in departures(graph, recorded, given, around or OuterModes.now()):
-        raise diverged(departure)
+    for departure in metadata_departures(graph, recorded, given, around or OuterModes.now()):
+        raise diverged_error(departure)
 
 
-def asked_again(guard: Guard, value: torch.Tensor) -> Iterator[Departure]:
+def value_departures(guard: Guard, value: torch.Tensor) -> Iterator[Departure]:
     """Another answer of the tensor itself. Where it has no history here, the autograd function that gave it is not
     compared.
     """
     if guard.kind == "layout" and value.layout is torch.strided:
-        yield from asked_of(guard, value)
+        yield from layout_answer_departures(guard, value)
     elif guard.target.short in ("requires_grad", "is_inference"):
-        yield from filter(None, (changed(guard, answer(guard, value)),))
+        yield from filter(None, (changed_answer(guard, flag_answer(guard, value)),))
     elif guard.target.short in ("is_leaf", "grad_fn"):
         was_leaf, is_leaf = guard.result is True, value.is_leaf  # no function is True, too
         is_other = was_leaf != is_leaf and value.requires_grad == was_leaf
         if is_other or (type(guard.result) is str and value.grad_fn is not None):
-            yield from filter(None, (changed(guard, answer(guard, value)),))
+            yield from filter(None, (changed_answer(guard, flag_answer(guard, value)),))
 
 
 # -- patches -----------------------------------------------------------------------------------------------------------
@@ -123,7 +130,7 @@ class ReplacedValues:
     @other.default
     def _others(self) -> dict[Ref, torch.Tensor]:
         pairs = self.given.items()
-        return {ref: tensor for ref, tensor in pairs if lies_otherwise(self.graph, self.recorded, ref, tensor)}
+        return {ref: tensor for ref, tensor in pairs if has_other_layout(self.graph, self.recorded, ref, tensor)}
 
     @flagged.default
     def _given(self) -> dict[Ref, torch.Tensor]:
@@ -141,7 +148,7 @@ class ReplacedValues:
         not set it right there.
         """
         graph = self.graph
-        is_given = is_like_an_input(new) and isinstance(graph[ref.node], Input)
+        is_given = has_input_attributes(new) and isinstance(graph[ref.node], Input)
         if (graph.asked or graph.catches) and new is not old and (is_given or not _sets_own_flag(graph, ref)):
             if is_given or (isinstance(old, torch.Tensor) and _flags(old) != _flags(new)):
                 self.flagged[ref] = new
@@ -156,21 +163,21 @@ class ReplacedValues:
             yield Departure(f"the layout of {ref}", str(old.layout), str(new.layout))
         self._update_layout(ref, new)
         if self.other:
-            yield from Layouts(graph, self.recorded, self.other, fixed=self.fixed).departures()
+            yield from LayoutWalk(graph, self.recorded, self.other, fixed=self.fixed).departures()
 
     def _update_layout(self, ref: Ref, new: torch.Tensor) -> None:
         self.other.pop(ref, None)
-        if lies_otherwise(self.graph, self.recorded, ref, new):
+        if has_other_layout(self.graph, self.recorded, ref, new):
             self.other[ref] = new
 
     def lay(self, ref: Ref, new: torch.Tensor) -> torch.Tensor:
         """The result of a patch, in the memory layout that the recorded path needs."""
-        laid = in_layout(new, specs_of(self.graph[ref.node])[ref].strides)
+        laid = with_strides(new, specs_of(self.graph[ref.node])[ref].strides)
         self._update_layout(ref, laid)
         return laid
 
 
-def is_like_an_input(new: torch.Tensor) -> bool:
+def has_input_attributes(new: torch.Tensor) -> bool:
     """True if a tensor has what only a user's tensor may have, and a model may ask an input for: a class, a flag, a
     gradient, an attribute.
     """
@@ -192,9 +199,9 @@ def _class_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Dep
 def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
     """An input patched with a tensor that has other Python attributes."""
     if isinstance(graph[ref.node], Input) and type(new) in (torch.Tensor, torch.nn.Parameter):
-        paths, held = walk(graph.inputs, named) if graph.literals else (), dict(graph.literals)
+        paths, held = walk(graph.inputs, named_items) if graph.literals else (), dict(graph.literals)
         was = next((held.get(path) for path, leaf in paths if type(leaf) is Ref and leaf == ref), None)
-        if was != (now := attached(new)):
+        if was != (now := python_attributes(new)):
             yield Departure(f"the Python attributes of {ref}", was, now)
 
 
@@ -239,10 +246,10 @@ class _Flags:
     def departure(self, guard: Guard) -> Departure | None:
         """Another answer to one question."""
         ref, word = guard.refs[0], guard.target.short
-        if info(word).has(Quirk.OBJECT) and not isinstance(self.graph[ref.node], Input):
+        if op_info(word).has(Quirk.OBJECT) and not isinstance(self.graph[ref.node], Input):
             return None
         if ref in self.given:
-            return self._other_gradient(guard, ref) or changed(guard, answer(guard, self.given[ref]))
+            return self._other_gradient(guard, ref) or changed_answer(guard, flag_answer(guard, self.given[ref]))
         if not isinstance(self.graph[ref.node], Call):
             return None
         if word == "is_inference":
@@ -251,20 +258,22 @@ class _Flags:
         if now is None or was is None or was == now:
             return None
         if word == "requires_grad":
-            return changed(guard, now)
+            return changed_answer(guard, now)
         if word == "is_leaf":
-            return changed(guard, not now)
-        what = f"`{fact(guard).strip('`')}`"
-        return Departure(what, guard.result, UNKNOWN if now else None, guard.source) if word == "grad_fn" else None
+            return changed_answer(guard, not now)
+        what = f"`{guard_text(guard).strip('`')}`"
+        return Departure(what, guard.result, UNKNOWN_FLAG if now else None, guard.source) if word == "grad_fn" else None
 
     def caught(self) -> Iterator[Departure]:
         """Calls that torch may refuse for values that need gradients now, where the model may catch that."""
         flagged = {ref for ref, flag in self.found.items() if flag and self.before.get(ref) is False}
         if not flagged or not self.around.grad:
             return
-        for guard in filter(shows_memory, self.graph.guards):
+        for guard in filter(exposes_memory, self.graph.guards):
             if not flagged.isdisjoint(guard.refs):
-                yield Departure(f"whether {fact(guard)} can be had", "True", UNKNOWN, guard.source, "exception")
+                yield Departure(
+                    f"whether {guard_text(guard)} can be had", "True", UNKNOWN_FLAG, guard.source, "exception"
+                )
         for ref in self.graph.written.intersection(flagged, self.given):
             if self.given[ref].is_leaf:
                 yield Departure(f"whether {ref}, which the model writes, needs gradients", "False", "True")
@@ -273,14 +282,14 @@ class _Flags:
                 node = self.graph[ref.node]
                 if isinstance(node, State) and self.before.get(ref):
                     what = f"whether {node.address}, which the model writes and which needs gradients, can be written"
-                    yield Departure(what, "True", UNKNOWN, None, "exception")
+                    yield Departure(what, "True", UNKNOWN_FLAG, None, "exception")
         for call in self.graph.calls:
-            if call.target.function is copied and not flagged.isdisjoint(call.refs):
-                yield Departure(f"whether {call.refs[0]} can be copied by deepcopy", "True", UNKNOWN, call.source)
+            if call.target.function is deepcopied and not flagged.isdisjoint(call.refs):
+                yield Departure(f"whether {call.refs[0]} can be copied by deepcopy", "True", UNKNOWN_FLAG, call.source)
             is_written = not (self.graph.written & flagged).isdisjoint(call.refs)
-            if is_written and info(call.target).gives_several_views:
+            if is_written and op_info(call.target).gives_several_views:
                 what = f"whether the parts that {call.name} gives can be written"
-                yield Departure(what, "True", UNKNOWN, call.source, "exception")
+                yield Departure(what, "True", UNKNOWN_FLAG, call.source, "exception")
             if isinstance(call, Write) and call.writes_out and not flagged.isdisjoint(call.refs):
                 what = f"whether {call.name}, which gives `out=`, is asked for gradients"
                 yield Departure(what, "False", "True", call.source)
@@ -293,7 +302,7 @@ class _Flags:
         known = self.recorded.get(ref)
         if known is not None and known.grad is not None and same_content(known.grad, new.grad):
             return None
-        return Departure(fact(guard), guard.result, "another gradient", guard.source)
+        return Departure(guard_text(guard), guard.result, "another gradient", guard.source)
 
     def _inference(self, guard: Guard, ref: Ref) -> Departure | None:
         """A view of an inference tensor is one, so what is made from a given one may be."""
@@ -301,12 +310,12 @@ class _Flags:
         for source, tensor in self.given.items():
             known = self.recorded.get(source)
             if source.node in below and known is not None and known.is_inference() != tensor.is_inference():
-                return Departure(fact(guard), guard.result, UNKNOWN, guard.source)
+                return Departure(guard_text(guard), guard.result, UNKNOWN_FLAG, guard.source)
         return None
 
     def _before(self, node: Call, refs: tuple[Ref, ...], meaning: TensorSpec) -> bool:
         """True if a value that was not kept needed gradients."""
-        on = node.context.grad and meaning.is_differentiable and not info(node.target).has(Quirk.DETACHING)
+        on = node.context.grad and meaning.is_differentiable and not op_info(node.target).has(Quirk.DETACHING)
         return on and any(self.before.get(one, False) for one in refs)
 
     def _follow(self) -> None:
@@ -334,20 +343,20 @@ class _Flags:
             return False
         if was and not before:
             return True  # a leaf that the model makes itself
-        return now and not info(node.target).has(Quirk.DETACHING)
+        return now and not op_info(node.target).has(Quirk.DETACHING)
 
 
-def answer(guard: Guard, tensor: torch.Tensor) -> Any:
+def flag_answer(guard: Guard, tensor: torch.Tensor) -> Any:
     """The answer of a flag question on this tensor."""
     try:
         is_bare = guard.target.short == "grad" and not (tensor.is_leaf or tensor.retains_grad)  # torch warns of asking
         found: Any = None if is_bare else guard.target.function(tensor)
     except RuntimeError:  # an inference tensor has none of this
-        return UNKNOWN
-    return guard.result if guard.result == SOME and found is not None else in_short(found)
+        return UNKNOWN_FLAG
+    return guard.result if guard.result == NOT_NONE and found is not None else plain_answer(found)
 
 
-def in_short(found: Any) -> Any:
+def plain_answer(found: Any) -> Any:
     """What a model reads of autograd, as plain data: of an object its class."""
     return found if type(found) in (bool, int) else found is None or type(found).__name__
 
@@ -367,9 +376,9 @@ def _history_departures(graph: Graph, ref: Ref, new: torch.Tensor, of_the_object
     With `of_the_object` only questions about the very object.
     """
     for guard in graph.asked:
-        if guard.kind != "flags" or (of_the_object and not info(guard.target).has(Quirk.OBJECT)):
+        if guard.kind != "flags" or (of_the_object and not op_info(guard.target).has(Quirk.OBJECT)):
             continue
         if _through_identities(graph, guard.refs[0]) == ref or guard.refs[0] == ref:
-            yield from filter(None, (changed(guard, answer(guard, new)),))
+            yield from filter(None, (changed_answer(guard, flag_answer(guard, new)),))
         elif guard.target.short == WALK and ref.node in graph.ancestors([guard.refs[0].node]):
-            yield Departure(fact(guard), guard.result, UNKNOWN, guard.source)
+            yield Departure(guard_text(guard), guard.result, UNKNOWN_FLAG, guard.source)

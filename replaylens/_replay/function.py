@@ -18,13 +18,13 @@ from .._ir.node import Call, Ref, filled, refs_of, value_of
 from .._ir.torch_private import peek_interpreter_stack
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError
 from .compile import Mode, compile_plan
-from .flag_guards import require_as_asked
-from .guards import Departure, diverged, misdirected, raising, refuse
+from .flag_guards import require_same_answers
+from .guards import Departure, aliasing_hazards, diverged_error, exceptions_as_departures, raise_diverged
 from .inputs import require_arguments
-from .interpreter import interpret, recorded_world
+from .interpreter import interpret, recorded_environment
 from .plan import plan
 from .record import Record, Steady
-from .runner import begin
+from .runner import initial_values
 
 
 def function_of(record: Record, inputs: list[int], outputs: list[int] | None, grad: bool = True) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
     def function(*tensors: torch.Tensor) -> Any:
         if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
             return pure(*tensors)
-        with raising(graph, lambda: names, refuse):
+        with exceptions_as_departures(graph, lambda: names, raise_diverged):
             return pure(*tensors)
 
     return function
@@ -80,7 +80,7 @@ def _pure(record: Record, inputs: list[int], outputs: list[int] | None, grad: bo
             return None
         return record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
 
-    beginning = begin(code, held, refuse).env
+    beginning = initial_values(code, held, raise_diverged).env
     trees = [graph.output] if outputs is None else [value_of(graph.nodes[position]) for position in outputs]
     read = [_reader(tree, code.slots) for tree in trees]
     check_arguments = _argument_check(record, made.supply, inputs)
@@ -93,7 +93,7 @@ def _pure(record: Record, inputs: list[int], outputs: list[int] | None, grad: bo
         env = list(beginning)
         for slot, tensor in zip(slots, tensors, strict=True):
             env[slot] = tensor
-        with recorded_world(code.draws, graph):
+        with recorded_environment(code.draws, graph):
             interpret(code, env)
         return read[0](env) if len(read) == 1 else tuple([one(env) for one in read])
 
@@ -125,8 +125,8 @@ def _argument_check(
         given = {Ref(name): tensor for name, tensor in zip(names, arguments, strict=True)}
         for number, (ref, departure) in hazards.items():
             if peek_interpreter_stack() is not None or not same_content(record.value(ref), arguments[number]):
-                raise diverged(departure)
-        require_as_asked(record.graph, record.values, given)
+                raise diverged_error(departure)
+        require_same_answers(record.graph, record.values, given)
         if not steady:
             steady.require(record)
 
@@ -138,7 +138,7 @@ def _hazardous_arguments(graph: Graph, inputs: list[int]) -> dict[int, tuple[Ref
     found: dict[int, tuple[Ref, Departure]] = {}
     for number, position in enumerate(inputs):
         node = graph.nodes[position]
-        for departure in misdirected(node, graph.is_run_again(node.name)) if isinstance(node, Call) else ():
+        for departure in aliasing_hazards(node, graph.is_run_again(node.name)) if isinstance(node, Call) else ():
             found[number] = _only_ref(graph, position), departure
     return found
 

@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
-from .._ir.autograd import placed
+from .._ir.autograd import as_own_node
 from .._ir.graph import Graph, InnerGradient
 from .._ir.location import Location
+from .._ir.memory import version_of
 from .._ir.node import Call, Input, Node, Ref, State, TensorSpec, filled, refs_in, specs_of
-from .._ir.ops import Quirk, info
-from .._ir.runtime import copied
-from .._ir.shared_memory import version_of
+from .._ir.ops import Quirk, op_info
+from .._ir.runtime import deepcopied
 from .._ir.util import cached_property, notes_of
 from .._ir.value_source import Unpickled
 from .._ir.write import Write
 from ..errors import BadMetric, NoGradient, NotDifferentiable, ReplaylensError
-from .guards import changed, diverged
+from .guards import changed_answer, diverged_error
 from .record import Record
 from .replay import Executed, execute
 from .request import Request
@@ -133,7 +133,7 @@ class GradientBlockers:
         assert isinstance(node, Call)
         if isinstance(node, Write) and cut != name:
             return f"{_line(node)} writes over it in place; the gradient is that of what it is a view of"
-        if node.target.function is copied or info(node.target).has(Quirk.DETACHING):
+        if node.target.function is deepcopied or op_info(node.target).has(Quirk.DETACHING):
             return f"detached in {_line(node)}"
         if _runs_without_grad(node, self.graph):
             return f"{_line(node)} runs where the model turned gradients off"
@@ -146,14 +146,14 @@ class GradientBlockers:
         below = self.graph.descendants([name])
         for guard in self.graph.guards:
             refs = [ref for ref in guard.refs if ref.node in below and guard.kind == "content"]
-            is_number = not info(guard.target).has(Quirk.GIVES_NO_NUMBER)
+            is_number = not op_info(guard.target).has(Quirk.GIVES_NO_NUMBER)
             if is_number and any(self.meaning_of(ref).is_differentiable for ref in refs):
                 where = f", at {guard.source.inline}" if guard.source else ""
                 return f"its content leaves torch by {guard.target.short.strip('_')}(){where}"
         return None
 
 
-def hides_gradient(graph: Graph) -> dict[Ref, Call]:
+def partial_gradients(graph: Graph) -> dict[Ref, Call]:
     """The values that a call uses in a way that leaves no trace in their own history, with that call.
 
     A gradient taken inside the forward and differentiated again reruns a stretch of the program from its start. A
@@ -180,7 +180,7 @@ def _line(node: Call) -> str:
     return f"{node.name} ({node.source.inline})" if node.source else node.name
 
 
-Found = Mapping[Ref, torch.Tensor | None]
+GradientByRef = Mapping[Ref, torch.Tensor | None]
 
 
 @frozen(eq=False, repr=False)
@@ -196,8 +196,8 @@ class Grads(Unpickled, Mapping[str, Any]):
     metric: torch.Tensor  # the number itself
     _asked: GradTargets
     _find: Callable[[Any], Location]
-    _values: Found
-    _ends: Found  # at the outputs of the program
+    _values: GradientByRef
+    _ends: GradientByRef  # at the outputs of the program
     _blockers: GradientBlockers
 
     @property
@@ -336,9 +336,9 @@ def _require_same_flags(ran: Executed, graph: Graph) -> None:
         if guard.target.short != "requires_grad" or guard.refs[0] not in given:
             continue
         value = ran[guard.refs[0]]  # none of what was not run again
-        departure = changed(guard, value.requires_grad) if value is not None else None
+        departure = changed_answer(guard, value.requires_grad) if value is not None else None
         if departure is not None:
-            raise diverged(departure)
+            raise diverged_error(departure)
 
 
 def _after_hooks(record: Record, request: Request, ref: Ref, gradient: Any) -> Any:
@@ -393,7 +393,7 @@ def _executed(record: Record, request: Request, asked: GradTargets) -> Executed:
         raise NoGradient("\n".join([why, *notes_of(error)])) from None
 
 
-def seen_from(record: Record, tree: Any) -> Record:
+def with_output(record: Record, tree: Any) -> Record:
     """The record as if the model returned just these values of it."""
     graph = evolve(record.graph, output=tree, changes=())
     return evolve(record, graph=graph, histories=values_with_grad(record))
@@ -432,7 +432,7 @@ def grad_targets(record: Record, labels: Mapping[str, Location], named: Collecti
         if isinstance(node, Write):
             refs.update(flows.intersection(node.arguments.bases))
         refs.update(given if label in named and at.output is None else flows.intersection(given))
-    return GradTargets(labels, frozenset(refs), hides_gradient(graph))
+    return GradTargets(labels, frozenset(refs), partial_gradients(graph))
 
 
 def values_with_grad(record: Record) -> frozenset[Ref]:
@@ -482,7 +482,7 @@ def _outputs(ran: Executed, graph: Graph) -> dict[Ref, torch.Tensor]:
     for ref in dict.fromkeys(graph.output_refs):
         change = ran.request.ends.get(ref)
         value = ran[ref] if change is None else change(ran[ref])
-        found[ref] = placed(value, value) if value.is_floating_point() or value.is_complex() else value
+        found[ref] = as_own_node(value, value) if value.is_floating_point() or value.is_complex() else value
     return found
 
 

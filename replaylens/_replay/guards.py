@@ -17,7 +17,7 @@ from .._ir.equality import same, same_content
 from .._ir.graph import Graph
 from .._ir.node import Call, Guard, Ref, Source, TensorSpec, filled
 from .._ir.printer import expression
-from .._ir.runtime import kind_of, message_of, what_is_raised
+from .._ir.runtime import exception_name, exception_text, what_is_raised
 from ..errors import DivergedReplay, ReplaylensError
 
 
@@ -37,48 +37,48 @@ class Departure:
         return f"{self.what} was {_short(self.recorded)} when recorded, and is {_short(self.new)} now.{where}"
 
 
-Value = Callable[[Ref], Any]  # the value of a Ref, in one run or another
+ValueOf = Callable[[Ref], Any]  # the value of a Ref, in one run or another
 
 
-def departure(guard: Guard, value: Value, recorded: Value) -> Departure | None:
+def departure(guard: Guard, value: ValueOf, recorded: ValueOf) -> Departure | None:
     """Checks a guard: the Departure if its answer on these values differs from the recorded one, else None.
 
     `recorded` gives the recorded values that a guard compares as a whole.
     """
     if not guard.compares_content:
-        return changed(guard, answer(guard, value))
+        return changed_answer(guard, answer_of(guard, value))
     pairs = [(recorded(ref), value(ref)) for ref in guard.refs]
     return next(filter(None, (changed_content(guard, one, other) for one, other in pairs)), None)
 
 
-def answer(guard: Guard, value: Value) -> Any:
+def answer_of(guard: Guard, value: ValueOf) -> Any:
     """The answer to a guard's question on these values."""
     args = [filled(arg, value) for arg in guard.args]
     return _QUESTIONS.get(guard.kind, _call_target)(guard, args, {key: filled(arg, value) for key, arg in guard.kwargs})
 
 
-def answered(guard: Guard, value: Value) -> Guard:
+def with_answer(guard: Guard, value: ValueOf) -> Guard:
     """The guard with its answer on these values, for a program that takes this path."""
     if guard.compares_content:
         return guard
-    result = answer(guard, value)
+    result = answer_of(guard, value)
     return guard if same_result(guard.result, result) else evolve(guard, result=result)
 
 
-def changed(guard: Guard, result: Any) -> Departure | None:
+def changed_answer(guard: Guard, result: Any) -> Departure | None:
     """A departure if the result differs from the recorded one."""
     if same_result(guard.result, result):
         return None
     one = guard.kind == "shape" and len(guard.result) == 1
     was, now = (guard.result[0], result[0]) if one else (guard.result, result)
-    return Departure(fact(guard), was, now, guard.source, guard.kind)
+    return Departure(guard_text(guard), was, now, guard.source, guard.kind)
 
 
 def changed_content(guard: Guard, recorded: torch.Tensor, new: torch.Tensor) -> Departure | None:
     """A departure if content that left torch as a whole differs from the recorded one."""
     if _is_same(recorded, new):
         return None
-    return Departure(fact(guard), _excerpt(recorded), _excerpt(new), guard.source, guard.kind)
+    return Departure(guard_text(guard), _excerpt(recorded), _excerpt(new), guard.source, guard.kind)
 
 
 def _is_same(recorded: torch.Tensor, new: torch.Tensor) -> bool:
@@ -106,7 +106,7 @@ def _sizes(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 def _exception(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
     error = what_is_raised(guard.target.function, *args, **kwargs)
-    return message_of(error) if guard.kind == "message" else kind_of(error)
+    return exception_text(error) if guard.kind == "message" else exception_name(error)
 
 
 def _completed(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -121,7 +121,7 @@ _QUESTIONS: dict[str, Callable[[Guard, list[Any], dict[str, Any]], Any]] = {
 }
 
 
-def fact(guard: Guard) -> str:
+def guard_text(guard: Guard) -> str:
     """What a guard asks, in words."""
     nodes = ", ".join(dict.fromkeys(ref.node for ref in guard.refs))
     if guard.kind == "shape":
@@ -135,7 +135,7 @@ def fact(guard: Guard) -> str:
     return f"the content that `{words}` took out of torch" if guard.compares_content else f"`{words}`"
 
 
-class LeftPath(Exception):
+class RerunRequired(Exception):
     """A replay left the recorded path, and a caller can run the model instead."""
 
     def __init__(self, departure: Departure) -> None:
@@ -143,19 +143,19 @@ class LeftPath(Exception):
         self.departure = departure
 
 
-def raised_at(error: BaseException, node: str) -> None:
+def mark_raising_node(error: BaseException, node: str) -> None:
     """Attaches to an exception the node of a program that raised it; '' if a patch or guard did."""
     with suppress(AttributeError):
         error._replaylens_node = node  # type: ignore[attr-defined]
 
 
-def node_of(error: BaseException) -> str:
+def raising_node(error: BaseException) -> str:
     """The node of a program that raised an exception, if one did."""
     return str(getattr(error, "_replaylens_node", ""))
 
 
 @contextmanager
-def raising(
+def exceptions_as_departures(
     graph: Graph, altered: Callable[[], Iterable[str]], departed: Callable[[Departure], None]
 ) -> Iterator[None]:
     """Within, an exception that the model's own operation raises on other values than recorded is a departure: the
@@ -171,7 +171,7 @@ def raising(
             raise
         try:
             departed(left)
-        except (DivergedReplay, LeftPath) as leaving:
+        except (DivergedReplay, RerunRequired) as leaving:
             raise leaving from error
         if graph.catches:
             raise _path_ends(left) from error
@@ -186,7 +186,7 @@ def _path_ends(left: Departure) -> DivergedReplay:
 
 
 def _exception_departure(graph: Graph, altered: Callable[[], Iterable[str]], error: Exception) -> Departure | None:
-    name = node_of(error)
+    name = raising_node(error)
     node = graph[name] if name and name in graph else None
     if not isinstance(node, Call) or node.edited or isinstance(error, _NO_FACTS):
         return None
@@ -196,7 +196,7 @@ def _exception_departure(graph: Graph, altered: Callable[[], Iterable[str]], err
     return Departure(what, None, f"{type(error).__qualname__}: {error}", node.source, "exception")
 
 
-_NO_FACTS = (ReplaylensError, LeftPath, MemoryError, torch.OutOfMemoryError)
+_NO_FACTS = (ReplaylensError, RerunRequired, MemoryError, torch.OutOfMemoryError)
 
 
 class Guards(tuple[Guard, ...]):
@@ -211,10 +211,10 @@ class Guards(tuple[Guard, ...]):
 def _listed(guard: Guard) -> str:
     where = guard.source.indented if guard.source else ""
     said = "" if guard.compares_content or guard.kind == "completion" else f" was {_short(guard.result)}"
-    return f"{guard.kind:10s} {fact(guard)}{said}{where}"
+    return f"{guard.kind:10s} {guard_text(guard)}{said}{where}"
 
 
-def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
+def aliasing_hazards(call: Call, is_constant: bool) -> Iterator[Departure]:
     """Departures that a new value of a call implies: through aliasing, or through gradients that the model takes.
 
     `is_constant`: the model takes a gradient through the call, and the new value does not depend on the old one.
@@ -239,7 +239,7 @@ def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
         yield Departure(what, "of the recorded value", "of a patch", call.source)
 
 
-def diverged(departure: Departure, which: str = "") -> DivergedReplay:
+def diverged_error(departure: Departure, which: str = "") -> DivergedReplay:
     return DivergedReplay(
         f"{which}the change leads away from the recorded path: {departure}\n{departure.cure}"
         'on_divergence="rerun" runs the model itself with this change, where a program still holds its model; '
@@ -247,29 +247,29 @@ def diverged(departure: Departure, which: str = "") -> DivergedReplay:
     )
 
 
-def refuse(departure: Departure) -> NoReturn:
+def raise_diverged(departure: Departure) -> NoReturn:
     """Raises for a departure, where there is no other way out."""
-    raise diverged(departure)
+    raise diverged_error(departure)
 
 
-def departures(one: Graph, other: Graph, recorded: Value, new: Value) -> tuple[Departure, ...]:
+def departures_between_runs(one: Graph, other: Graph, recorded: ValueOf, new: ValueOf) -> tuple[Departure, ...]:
     """Facts that another run of the model, with a graph of its own, met otherwise, as far as the two paths agree."""
     found: list[Departure] = []
     for mine, theirs in zip(one.guards, other.guards, strict=False):
-        if place(mine) != place(theirs):
+        if guard_identity(mine) != guard_identity(theirs):
             break
         found.extend(_guard_departures(mine, theirs, recorded, new))
     return tuple(found)
 
 
-def place(guard: Guard) -> Any:
+def guard_identity(guard: Guard) -> Any:
     """What identifies a guard across runs, whatever was read there."""
     return guard.kind, guard.target.name, guard.has_result, guard.source, str(guard.scope)
 
 
-def _guard_departures(mine: Guard, theirs: Guard, recorded: Value, new: Value) -> Iterator[Departure]:
+def _guard_departures(mine: Guard, theirs: Guard, recorded: ValueOf, new: ValueOf) -> Iterator[Departure]:
     if not mine.compares_content:
-        yield from filter(None, (changed(mine, theirs.result),))
+        yield from filter(None, (changed_answer(mine, theirs.result),))
         return
     for one, other in zip(mine.refs, theirs.refs, strict=False):
         yield from filter(None, (changed_content(mine, recorded(one), new(other)),))

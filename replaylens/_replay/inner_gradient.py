@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from .._ir.graph import Graph
 from .._ir.node import Ref, refs_in
 from .._ir.torch_private import peek_interpreter_stack
-from .._ir.trees import remake
+from .._ir.trees import map_leaves
 from .plan import plan
 from .runner import Patches, Values, run
 
@@ -122,5 +122,8 @@ def _renamed(graph: Graph, position: int, patch: Any) -> Any:
     """The patch for the node of the stretch that stands for a node of the program."""
     name = graph.nodes[position].name
     return tuple(
-        [(remake(tree, lambda leaf: evolve(leaf, node=name) if type(leaf) is Ref else leaf), fn) for tree, fn in patch]
+        [
+            (map_leaves(tree, lambda leaf: evolve(leaf, node=name) if type(leaf) is Ref else leaf), fn)
+            for tree, fn in patch
+        ]
     )

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
-from .._ir.capture_metadata import NOTHING_KNOWN, CaptureMetadata
-from .._ir.equality import attached, same_content
+from .._ir.capture_metadata import NO_METADATA, CaptureMetadata
+from .._ir.equality import python_attributes, same_content
 from .._ir.graph import Graph
+from .._ir.memory import Overlaps
 from .._ir.node import Input, Ref, State, TensorSpec, specs_of
 from .._ir.runtime import outside_inference
-from .._ir.shared_memory import Overlaps
 from .._ir.torch_private import is_wrapped
-from .._ir.trees import ATOMS, BackReference, Branch, fingerprint, freeze_deep, named, thaw_shared, walk
+from .._ir.trees import ATOMS, BackReference, Branch, fingerprint, freeze_deep, named_items, thaw_shared, walk
 from ..errors import InputMismatch
 from .guards import Departure
 
@@ -35,7 +35,7 @@ SHARED = (
 Tensors = Mapping[str, torch.Tensor]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FIXED = (frozenset, Enum, FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
-NONE: Tensors = MappingProxyType({})
+NO_TENSORS: Tensors = MappingProxyType({})
 
 
 @frozen(eq=False)
@@ -64,7 +64,7 @@ class GivenInputs:
         return self.tensors
 
 
-def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held: Tensors = NONE) -> GivenInputs:
+def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held: Tensors = NO_TENSORS) -> GivenInputs:
     """The tensors of new inputs. `held` are the model's tensors, by the names of their nodes."""
     tensors: list[torch.Tensor] = []
 
@@ -89,7 +89,7 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held
     return GivenInputs(positions, tuple(mismatches), (tuple(args), dict(kwargs)))
 
 
-def made_ordinary(graph: Graph, value: Any) -> Any:
+def copied_outside_inference(graph: Graph, value: Any) -> Any:
     """A value given within inference mode, with its tensors copied so that autograd may save them: a replay runs in
     the modes of the capture. Tensors that share memory, or that a model asks about, stay as they are.
     """
@@ -117,17 +117,17 @@ def new_state(
     graph: Graph,
     state: dict[str, torch.Tensor],
     nearest: Callable[[str], str],
-    account: CaptureMetadata = NOTHING_KNOWN,
+    account: CaptureMetadata = NO_METADATA,
 ) -> GivenInputs:
     """Other parameters and buffers, under any address of a tied tensor."""
     found: dict[int, torch.Tensor] = {}
     given: dict[str, tuple[str, torch.Tensor]] = {}
     mismatches = []
-    for address, tensor in made_ordinary(graph, state).items():
+    for address, tensor in copied_outside_inference(graph, state).items():
         if address in graph.unread:  # of a whole state_dict: nothing depends on it but what Python reads
             _require_alike(address, tensor, account)
             continue
-        node = state_called(graph, address, nearest)
+        node = state_node(graph, address, nearest)
         _require_tensor(f"the state at {address!r}", node.meaning, tensor)
         meaning = TensorSpec.of(tensor)
         found[graph.positions[node.name]] = tensor
@@ -171,7 +171,7 @@ def _require_all_names(graph: Graph, node: State, state: Mapping[str, torch.Tens
         )
 
 
-def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> State:
+def state_node(graph: Graph, address: str, nearest: Callable[[str], str]) -> State:
     """The State node with this address or name."""
     node = graph.state_by_name.get(address)
     if node is None:
@@ -179,7 +179,7 @@ def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> S
     return node
 
 
-def numbers_of(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+def input_numbers(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
     """By the name of a recorded input, the number of the tensor in its place among new inputs."""
     seen: list[torch.Tensor] = []
 
@@ -189,8 +189,8 @@ def numbers_of(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
             seen.append(tensor)
         return _TensorNumber(known)
 
-    new = dict(walk(freeze_deep((tuple(args), dict(kwargs)), leaf), named))
-    old = ((path, ref.node) for path, ref in walk(graph.inputs, named) if isinstance(ref, Ref))
+    new = dict(walk(freeze_deep((tuple(args), dict(kwargs)), leaf), named_items))
+    old = ((path, ref.node) for path, ref in walk(graph.inputs, named_items) if isinstance(ref, Ref))
     return {name: other.number for path, name in old if isinstance(other := new.get(path), _TensorNumber)}
 
 
@@ -198,7 +198,7 @@ def require_arguments(graph: Graph, names: Sequence[str], tensors: Sequence[torc
     """Raises for arguments of a function that differ in kind from the recorded values."""
     found: dict[str, torch.Tensor] = {}
     prints = dict(graph.literals)
-    own = {ref.node: prints[p] for p, ref in walk(graph.inputs, named) if isinstance(ref, Ref) and p in prints}
+    own = {ref.node: prints[p] for p, ref in walk(graph.inputs, named_items) if isinstance(ref, Ref) and p in prints}
     for name, tensor in zip(names, tensors, strict=True):
         node, what = graph[name], f"the argument for {name}"
         meaning = next(iter(specs_of(node).values()))
@@ -243,7 +243,7 @@ def _leaf_mismatches(
     graph: Graph, tree: Any, tensors: list[torch.Tensor], found: dict[str, torch.Tensor]
 ) -> Iterator[Mismatch]:
     """Tensors and plain values that differ from the recorded ones. `found` gets the tensors that stand for inputs."""
-    recorded, new = dict(walk(graph.inputs, named)), dict(walk(tree, named))
+    recorded, new = dict(walk(graph.inputs, named_items)), dict(walk(tree, named_items))
     fingerprints = dict(graph.literals)
     for path in sorted({*recorded, *new}, key=str):
         one, other = recorded.get(path, _MISSING), new.get(path, _MISSING)
@@ -278,7 +278,7 @@ def _tensor_mismatch(
     assert isinstance(node, Input)
     if (mismatch := _spec_mismatch(what, node.meaning, tensor)) is not None:
         return mismatch
-    if type(tensor) in PLAIN and (own := attached(tensor)) != attributes_then:
+    if type(tensor) in PLAIN and (own := python_attributes(tensor)) != attributes_then:
         text = f"{what} has other Python attributes than the tensor had with which the program was recorded."
         return _mismatch(f"the Python attributes of {what}", attributes_then, own, text, can_follow=True)
     before = found.setdefault(name, tensor)
@@ -355,8 +355,8 @@ def _container_mismatch(one: Any, other: Any, at: tuple[Any, ...] = ()) -> Misma
     if _class_name(kinds[0]) != _class_name(kinds[1]):
         what, was, now = f"the input at {_path_text(at)}", f"a {kinds[0].__name__}", f"a {kinds[1].__name__}"
         return _mismatch(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{ONE_STRUCTURE}")
-    new = dict(named(other))
-    for key, item in named(one):
+    new = dict(named_items(other))
+    for key, item in named_items(one):
         if key in new and (found := _container_mismatch(item, new[key], (*at, key))) is not None:
             return found
     return None
@@ -370,13 +370,13 @@ def _order_mismatches(graph: Graph, one: Any, other: Any, at: tuple[Any, ...] = 
     """Mappings with the recorded keys in another order: a forward may depend on it."""
     if not all(isinstance(tree, Branch) or type(tree) is tuple for tree in (one, other)):
         return
-    was, now = [[key for key, _ in named(tree)] for tree in (one, other)]
+    was, now = [[key for key, _ in named_items(tree)] for tree in (one, other)]
     if not _are_same_keys(was, now) and set(was) == set(now) and (at != (1,) or graph.takes_any_keyword):
         what = f"the {'keys' if was == now else 'order of the keys'} at {_path_text(at)}"
         text = f"{what} is {_listed(now)}; the program was recorded with {_listed(was)}.\n{ONE_STRUCTURE}"
         yield _mismatch(what, _listed(was), _listed(now), text, can_follow=True)
-    new = dict(named(other))
-    for key, item in named(one):
+    new = dict(named_items(other))
+    for key, item in named_items(one):
         yield from _order_mismatches(graph, item, new.get(key), (*at, key))
 
 
@@ -425,7 +425,7 @@ def _repeated(tree: Any) -> set[tuple[_Path, _Path]]:
         ):
             shared.add((at, first))
         elif kind is tuple or kind is Branch:
-            inside = [(item, (*at, key)) for key, item in named(value) if type(item) not in _LEAVES]
+            inside = [(item, (*at, key)) for key, item in named_items(value) if type(item) not in _LEAVES]
             stack.extend(reversed(inside))
     return shared
 

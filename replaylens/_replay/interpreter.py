@@ -15,14 +15,14 @@ import torch
 from attrs import evolve, frozen
 
 from .._ir.graph import Graph
+from .._ir.interrupts import exclusive_generator, restoring_modes
 from .._ir.node import Context, Ref, Source
-from .._ir.settings import settings, under
+from .._ir.settings import settings, under_settings
 from .._ir.torch_private import default_device, is_any_autocast_on
 from .._ir.trees import part_at
 from .._ir.util import add_note
-from .._ir.world import drawing_alone, restoring
-from .guards import raised_at
-from .rng_stream import outside
+from .guards import mark_raising_node
+from .rng_stream import user_states
 
 Env = list[Any]
 
@@ -55,7 +55,7 @@ class Step:
 
 
 @frozen(eq=False)
-class Stretch:
+class Segment:
     """Steps under the same modes, as rows: a loop over tuples is a quarter faster than one over attributes."""
 
     context: Context
@@ -68,7 +68,7 @@ class Code:
     """A compiled plan: the initial slots, which of them to fill, and the segments to run."""
 
     template: tuple[Any, ...]
-    segments: tuple[Stretch, ...]
+    segments: tuple[Segment, ...]
     slots: dict[Ref, int]
     supply: tuple[tuple[Ref, int], ...]  # the initial values, and their slots
     patches: tuple[tuple[int, int, int], ...]  # of each patch: its position, its number there, the slot of its function
@@ -92,7 +92,7 @@ def interpret(code: Code, env: Env) -> Env:
     """Runs the steps. Torch's modes are restored wherever an interrupt comes."""
     if torch.compiler.is_compiling():
         return _interpret(code, env)
-    return restoring(partial(_interpret, code, env))
+    return restoring_modes(partial(_interpret, code, env))
 
 
 def _interpret(code: Code, env: Env) -> Env:
@@ -110,7 +110,7 @@ def _interpret(code: Code, env: Env) -> Env:
         except Exception as error:
             if row is not None:
                 step = segment.steps[next(n for n, other in enumerate(segment.rows) if other is row)]
-                raised_at(error, step.name if step.is_node else "")
+                mark_raising_node(error, step.name if step.is_node else "")
                 add_note(error, step.note)
             raise
     return env
@@ -144,7 +144,7 @@ def modes(context: Context) -> Any:
 def _entered_modes(context: Context) -> Any:
     with ExitStack() as stack:
         if context.settings or settings():
-            stack.enter_context(under(context.settings))
+            stack.enter_context(under_settings(context.settings))
         stack.enter_context(torch.inference_mode(context.inference))
         stack.enter_context(torch.set_grad_enabled(context.grad))
         for device in ("cpu", "cuda"):
@@ -156,7 +156,7 @@ def _entered_modes(context: Context) -> Any:
         yield
 
 
-def recorded_world(draws: bool, graph: Graph) -> Any:
+def recorded_environment(draws: bool, graph: Graph) -> Any:
     """Within, the recorded default dtype and device hold; the generators are restored afterwards."""
     if torch.compiler.is_compiling():
         return nullcontext()
@@ -168,20 +168,20 @@ def recorded_world(draws: bool, graph: Graph) -> Any:
 def _recorded_world(draws: bool, graph: Graph) -> Any:
     dtype, default = torch.get_default_dtype(), graph.default_device
     device = torch.device(default) if default_device() != default else nullcontext()
-    with drawing_alone() if draws else nullcontext():
-        before, depth = torch.default_generator.get_state() if draws else None, len(outside)
+    with exclusive_generator() if draws else nullcontext():
+        before, depth = torch.default_generator.get_state() if draws else None, len(user_states)
 
         def restore() -> None:
-            if len(outside) > depth:
-                torch.default_generator.set_state(outside[depth])
-                del outside[depth:]
+            if len(user_states) > depth:
+                torch.default_generator.set_state(user_states[depth])
+                del user_states[depth:]
             if torch.get_default_dtype() != dtype:
                 torch.set_default_dtype(dtype)
 
         try:
             try:
                 if before is not None:
-                    outside.append(before)
+                    user_states.append(before)
                 if graph.default_dtype != dtype:
                     torch.set_default_dtype(graph.default_dtype)
                 with device:

@@ -20,21 +20,21 @@ from typing import Any
 import torch
 
 from .._ir.graph import Graph
-from .._ir.node import ITSELF, Call, Guard, Ref, TensorSpec, filled, refs_in, refs_of, specs_of
-from .._ir.ops import Quirk, info
-from .._ir.runtime import kind_of, looks_at_memory, message_of
-from .._ir.shared_memory import overlaps_itself
+from .._ir.interrupts import exclusive_generator
+from .._ir.memory import overlaps_itself
+from .._ir.node import SAME_TENSOR, Call, Guard, Ref, TensorSpec, filled, refs_in, refs_of, specs_of
+from .._ir.ops import Quirk, op_info
+from .._ir.runtime import addresses_memory, exception_name, exception_text
 from .._ir.torch_private import OpOverload, is_wrapped
 from .._ir.trees import part_at
-from .._ir.world import drawing_alone
 from .._ir.write import Write
 from ..errors import ReplaylensError
-from .guards import Departure, changed, fact
+from .guards import Departure, changed_answer, guard_text
 from .rng_stream import has_own_generator
 
 Tensors = Mapping[Ref, torch.Tensor]
 _RAISED = ("exception", "message")
-UNKNOWN = "not known on this memory layout"
+UNKNOWN_LAYOUT = "not known on this memory layout"
 
 
 def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -56,22 +56,22 @@ def layout_departures(
     fixed: Set[Ref] = frozenset(),
 ) -> Iterator[Departure]:
     """Answers that the memory layout of the given tensors changes, and calls that now give views of written memory."""
-    other = {ref: tensor for ref, tensor in given.items() if lies_otherwise(graph, recorded, ref, tensor)}
+    other = {ref: tensor for ref, tensor in given.items() if has_other_layout(graph, recorded, ref, tensor)}
     if other:
-        yield from Layouts(graph, recorded, other, up_to_rounding, fixed=fixed | given.keys()).departures()
+        yield from LayoutWalk(graph, recorded, other, up_to_rounding, fixed=fixed | given.keys()).departures()
 
 
-def layouts_altered(
+def edit_layout_departures(
     graph: Graph, recorded: Tensors, strides: Mapping[Ref, tuple[int, ...] | None], now: Tensors, edited: Set[Ref]
 ) -> Iterator[Departure]:
     """The same for an edit: values that lie otherwise than those in their places did, whose `strides` these are."""
     known = {ref: (new, strides[ref]) for ref, new in now.items() if ref in strides and _has_strides(new)}
     other = {ref: new for ref, (new, then) in known.items() if then is not None and new.stride() != then}
     if not edited.isdisjoint(other):
-        yield from Layouts(graph, recorded, other, strides=strides).of_computed(now)
+        yield from LayoutWalk(graph, recorded, other, strides=strides).of_computed(now)
 
 
-def lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:
+def has_other_layout(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:
     """True if a dense tensor of the recorded shape has another memory layout than the recorded value."""
     meaning = specs_of(graph[ref.node]).get(ref) if ref.node in graph else None
     if meaning is None or meaning.strides is None or not _has_strides(tensor) or tuple(tensor.shape) != meaning.shape:
@@ -90,13 +90,13 @@ def _has_layout_of(tensor: torch.Tensor, recorded: torch.Tensor | None, meaning:
     return geometry(recorded) == geometry(tensor)
 
 
-def asked_of(guard: Guard, tensor: torch.Tensor) -> Iterator[Departure]:
+def layout_answer_departures(guard: Guard, tensor: torch.Tensor) -> Iterator[Departure]:
     """Another answer of one tensor."""
     answer = _answer(guard, tensor)
-    if guard.result != ITSELF:
-        yield from filter(None, (changed(guard, answer),))
+    if guard.result != SAME_TENSOR:
+        yield from filter(None, (changed_answer(guard, answer),))
     elif answer is not tensor:
-        yield Departure(fact(guard), ITSELF, "a copy", guard.source)
+        yield Departure(guard_text(guard), SAME_TENSOR, "a copy", guard.source)
 
 
 def _answer(guard: Guard, tensor: torch.Tensor) -> Any:
@@ -109,7 +109,7 @@ def _called(node: Guard | Call, value_of: Callable[[Ref], torch.Tensor]) -> Any:
     return node.target.function(*[filled(arg, value_of) for arg in node.args], **kwargs)
 
 
-class Layouts:
+class LayoutWalk:
     """One walk over a graph in which some values have another layout."""
 
     def __init__(
@@ -133,12 +133,12 @@ class Layouts:
 
     def departures(self) -> list[Departure]:
         """Every answer that differs, in the order of the program."""
-        caught = [guard for guard in self.graph.guards if guard.kind in _RAISED or shows_memory(guard)]
+        caught = [guard for guard in self.graph.guards if guard.kind in _RAISED or exposes_memory(guard)]
         asked = [guard for guard in self.graph.asked if guard.kind == "layout"]
         questions = sorted((*asked, *caught), key=lambda guard: guard.position)
-        if not questions and not goes_by_layout(self.graph):
+        if not questions and not depends_on_layout(self.graph):
             return []
-        with drawing_alone():
+        with exclusive_generator():
             state = torch.default_generator.get_state()
             try:
                 with torch.no_grad(), torch.inference_mode(False):
@@ -163,7 +163,7 @@ class Layouts:
         """The same without the questions, where all values are known: nothing runs again."""
         for ref in self.other:
             yield from self._write_departures(ref)
-        for guard in filter(shows_memory, self.graph.guards):
+        for guard in filter(exposes_memory, self.graph.guards):
             yield from self._ask_outside(guard, guard.refs[0])
         for call in self.graph.calls if self.other else ():
             if not call.edited and any(ref in self.other for ref in call.refs):
@@ -182,17 +182,17 @@ class Layouts:
         if guard.kind == "content":
             yield from self._ask_outside(guard, ref)
         elif ref in self.unknown:
-            yield Departure(fact(guard), guard.result, UNKNOWN, guard.source)
+            yield Departure(guard_text(guard), guard.result, UNKNOWN_LAYOUT, guard.source)
         elif ref in self.other:
-            if guard.result == ITSELF:
+            if guard.result == SAME_TENSOR:
                 yield from self._ask_identity(guard, ref, _answer(guard, self.other[ref]))
             else:
-                yield from asked_of(guard, self.other[ref])
+                yield from layout_answer_departures(guard, self.other[ref])
 
     def _ask_outside(self, guard: Guard, ref: Ref) -> Iterator[Departure]:
         """Memory left torch: its layout can be read there."""
         if ref in self.other or ref in self.unknown:
-            now = str(geometry(self.other[ref])) if ref in self.other else UNKNOWN
+            now = str(geometry(self.other[ref])) if ref in self.other else UNKNOWN_LAYOUT
             was = geometry(self.recorded[ref]) if ref in self.recorded else self.meanings[ref].strides
             yield Departure(f"how {ref} lies in the memory that left torch", str(was), now, guard.source, "layout")
 
@@ -204,15 +204,15 @@ class Layouts:
         try:
             _called(guard, self._value)
         except Exception as error:
-            now = message_of(error) if guard.kind == "message" else kind_of(error)
-        yield from filter(None, (changed(guard, now),))
+            now = exception_text(error) if guard.kind == "message" else exception_name(error)
+        yield from filter(None, (changed_answer(guard, now),))
 
     def _ask_identity(self, guard: Guard, ref: Ref, answer: torch.Tensor) -> Iterator[Departure]:
         """`contiguous` of a contiguous tensor is no call of the program. Its copy replaces the value from here on."""
         if answer is self.other[ref]:
             return
         if not self.up_to_rounding or self.graph.asks_identity or self._is_written(ref) or self._is_viewed(ref):
-            yield Departure(fact(guard), ITSELF, "a copy", guard.source)
+            yield Departure(guard_text(guard), SAME_TENSOR, "a copy", guard.source)
         self._set_layout(ref, answer)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
@@ -245,7 +245,9 @@ class Layouts:
         if _reads_geometry(node) and self._reads_other_geometry(node):
             yield Departure(f"the memory that {node.name} looks at", "laid out in one way", "in another", node.source)
         if _is_decomposed(node, self.graph.is_deep):
-            yield Departure(f"how torch takes apart what gives {node.name}", "known", UNKNOWN, node.source, "layout")
+            yield Departure(
+                f"how torch takes apart what gives {node.name}", "known", UNKNOWN_LAYOUT, node.source, "layout"
+            )
         if (base := self._self_overlapping_target(node)) is not None:
             yield Departure(
                 f"whether the elements of {base} lie apart, which is written,", "True", "False", node.source
@@ -255,7 +257,7 @@ class Layouts:
         """True if a call that reads geometry reads one that has changed. The views of a write are made of its bases;
         a patch of such a view is a tensor of its own.
         """
-        if not isinstance(node, Write) or looks_at_memory(node.arguments.function):
+        if not isinstance(node, Write) or addresses_memory(node.arguments.function):
             return True
         return any(map(self._has_other_layout, node.arguments.bases))
 
@@ -276,7 +278,9 @@ class Layouts:
                 continue
             if before is None or was_source is None:
                 if self._is_viewed(ref):
-                    yield Departure(f"whether {node.name} gives a view of {source}", "known", UNKNOWN, node.source)
+                    yield Departure(
+                        f"whether {node.name} gives a view of {source}", "known", UNKNOWN_LAYOUT, node.source
+                    )
                 continue
             was, now = _share_storage(before, was_source), _share_storage(new, self.other[source])
             matters = self.graph.asks_identity or self._is_viewed(ref)
@@ -327,7 +331,7 @@ class Layouts:
         )
 
 
-def goes_by_layout(graph: Graph) -> bool:
+def depends_on_layout(graph: Graph) -> bool:
     """True if a model may take another path where a value has another layout, even if it asks no question about it."""
     delicate = any(_reads_geometry(call) or _is_decomposed(call, graph.is_deep) for call in graph.calls)
     asked = any(map(asks_for_view, graph.asked))
@@ -339,9 +343,9 @@ def asks_for_view(guard: Guard) -> bool:
     return bool(guard.refs) and guard.target.short in ("_base", "_is_view")
 
 
-def shows_memory(guard: Guard) -> bool:
+def exposes_memory(guard: Guard) -> bool:
     """True if the memory of a tensor left torch, and not only its numbers."""
-    return guard.compares_content and info(guard.target).has(Quirk.EXPOSES_MEMORY)
+    return guard.compares_content and op_info(guard.target).has(Quirk.EXPOSES_MEMORY)
 
 
 def _is_decomposed(node: Call, is_deep: bool) -> bool:
@@ -351,13 +355,13 @@ def _is_decomposed(node: Call, is_deep: bool) -> bool:
     function: Any = node.target.function
     if not isinstance(function, OpOverload) or function.namespace != "aten":
         return False
-    op = info(function)
+    op = op_info(function)
     return is_deep or not (op.is_pointwise or op.has(Quirk.SAME_BENEATH))
 
 
 def _reads_geometry(node: Call) -> bool:
     """True if a call indexes memory by strides of its own."""
-    return any(map(looks_at_memory, node.functions))
+    return any(map(addresses_memory, node.functions))
 
 
 def _can_run(node: Call) -> bool:

@@ -16,29 +16,29 @@ from attrs import define, evolve
 from torch import nn
 
 from .._ir.autograd import as_leaf
-from .._ir.copies import writable_copy
 from .._ir.graph import Graph
+from .._ir.memory import writable_copy
 from .._ir.model_state import PLAIN, StatePlace, same_layouts
 from .._ir.node import Call, Node, Ref, State, TensorSpec
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .compile import Mode, compile_plan
-from .flag_guards import require_as_asked
+from .flag_guards import require_same_answers
 from .function import require_differentiable
-from .guards import diverged, raising, refuse
+from .guards import diverged_error, exceptions_as_departures, raise_diverged
 from .inputs import new_inputs
 from .interpreter import Code
-from .layout_guards import goes_by_layout
-from .move import Begun, exchanged
+from .layout_guards import depends_on_layout
+from .move import InitialStateLayout, addresses_given_memory
 from .plan import plan
 from .record import Record
-from .runner import begin, run_code
+from .runner import initial_values, run_code
 
 
 def _never(*tensors: torch.Tensor) -> bool:
     return False
 
 
-class Holder(nn.Module):
+class StateHolder(nn.Module):
     """The state below an address of the model, and nothing else: `m.layer1[0].weight` is reached as in the model."""
 
     _standing: dict[str, BoundPlace]  # by key: only those of this module
@@ -56,7 +56,7 @@ class Holder(nn.Module):
         return super().__getattr__(name)
 
 
-class ProgramModule(Holder):
+class ProgramModule(StateHolder):
     """A program as a module. Parameters and buffers have the model's own names, and are the model's own objects.
 
     Random draws are fresh in each call, as those of any module. What `train()` and `eval()` would change was settled
@@ -68,7 +68,7 @@ class ProgramModule(Holder):
     _held: dict[str, tuple[BoundPlace, ...]]  # by the name of a node
     _ends: dict[str, BoundPlace]  # by address
     _exchanged: frozenset[str]  # the addresses of tensors that the forward gives other memory
-    _begun: Begun
+    _begun: InitialStateLayout
     _sources: tuple[str, ...]  # what is no call
     _fitting: tuple[
         list[torch.Tensor], Callable[..., bool]
@@ -99,9 +99,9 @@ class ProgramModule(Holder):
         hidden["_record"], hidden["_codes"] = record, {}
         hidden["_sources"] = tuple([node.name for node in record.graph.nodes if not isinstance(node, Call)])
         hidden["_fitting"] = [], _never
-        hidden["_asks_state"] = bool(record.graph.asked) or goes_by_layout(record.graph)
-        hidden["_exchanged"] = exchanged(record.graph)
-        hidden["_begun"] = Begun(record)
+        hidden["_asks_state"] = bool(record.graph.asked) or depends_on_layout(record.graph)
+        hidden["_exchanged"] = addresses_given_memory(record.graph)
+        hidden["_begun"] = InitialStateLayout(record)
         hidden["_held"] = held = {node.name: _places(self, record, node) for node in record.graph.state_nodes}
         known = {place.address for places in held.values() for place in places}
         ends = [*[address for address, _ in record.graph.changes], *record.graph.removed]
@@ -137,14 +137,14 @@ class ProgramModule(Holder):
         record = self._record
         graph = record.graph
         for departure in self._begun.departures(lambda address: self._ends[address].now()):
-            raise diverged(departure)
+            raise diverged_error(departure)
         held = {name: tensor for name, places in self._held.items() if (tensor := places[0].now()) is not None}
         self._require_fitting(held)
         new = new_inputs(graph, args, kwargs, held)
         given = {graph.nodes[p].name: tensor for p, tensor in new.fitting.items()}
         known = {**held, **given}
         asked = known if self._asks_state else given
-        require_as_asked(graph, record.values, {Ref(name): tensor for name, tensor in asked.items()})
+        require_same_answers(graph, record.values, {Ref(name): tensor for name, tensor in asked.items()})
         fixed = record.value
         sources = {name: known[name] if name in known else as_leaf(fixed(Ref(name))) for name in self._sources}
         grad = torch.is_grad_enabled()
@@ -152,8 +152,8 @@ class ProgramModule(Holder):
             require_differentiable(graph)
             _require_written_once(graph)
             _require_left_alone(graph)
-        with raising(graph, lambda: sources, refuse):
-            ran = run_code(graph, begin(self._compiled(grad), lambda ref: sources[ref.node], refuse))
+        with exceptions_as_departures(graph, lambda: sources, raise_diverged):
+            ran = run_code(graph, initial_values(self._compiled(grad), lambda ref: sources[ref.node], raise_diverged))
         self._write({address: ran[ref] for address, ref in graph.changes})
         return ran.tree(graph.output)
 
@@ -304,7 +304,7 @@ def _register(root: nn.Module, address: str, kind: str, tensor: torch.Tensor | N
     holder = root
     for word in path:
         if word not in holder._modules:
-            holder._modules[word] = Holder()
+            holder._modules[word] = StateHolder()
         below = holder._modules[word]
         assert below is not None
         holder = below
@@ -318,7 +318,7 @@ def _bind(root: nn.Module, standing: BoundPlace) -> BoundPlace:
     holder = root
     for word in standing.address.split(".")[:-1]:
         holder = holder._modules.get(word) or holder
-    if isinstance(holder, Holder) and (standing.own is holder._parameters or standing.own is holder._buffers):
+    if isinstance(holder, StateHolder) and (standing.own is holder._parameters or standing.own is holder._buffers):
         holder._standing[standing.key] = standing
     return standing
 

@@ -19,29 +19,28 @@ import torch
 from attrs import evolve
 from torch import nn
 
-from .._ir.autograd import as_leaf, standing
+from .._ir.autograd import as_leaf, with_history_of
 from .._ir.graph import Graph
-from .._ir.model_state import StatePlace, sight_of
-from .._ir.node import Call, Node, Ref, State, TensorSpec, filled, refs_in, remade
-from .._ir.shared_memory import Overlaps, Pair, version_of
+from .._ir.memory import Overlaps, Pair, version_of
+from .._ir.model_state import StatePlace, tensor_state
+from .._ir.node import Call, Node, Ref, State, TensorSpec, filled, refs_in, with_leaves
 from ..errors import DivergedReplay, StaleValue
-from .flag_guards import OuterModes, require_as_asked
+from .flag_guards import OuterModes, require_same_answers
 from .guards import Departure
 from .plan import plan
-from .record import Record, Versions
-from .retention import keeping
+from .record import Record, Versions, keeping_only
 from .runner import run
 
 At = Callable[[str], torch.Tensor | None]  # the tensor at an address now
 
 
-class Begun:
+class InitialStateLayout:
     """How the state was laid out when the recorded forward began."""
 
     def __init__(self, record: Record) -> None:
         graph = record.graph
         ends = {*[address for address, _ in graph.changes], *graph.removed}
-        given = exchanged(graph)
+        given = addresses_given_memory(graph)
         moved = graph.replaced | given
         nodes = graph.state_nodes
         self.graph = graph
@@ -77,14 +76,14 @@ class Begun:
         return frozenset([pair for pair in found if not self.touched.isdisjoint(pair)])
 
 
-def exchanged(graph: Graph) -> frozenset[str]:
+def addresses_given_memory(graph: Graph) -> frozenset[str]:
     """The addresses whose tensors got other memory by `tensor.data = value`, and were not written."""
     return frozenset([address for address, ref in graph.changes if _is_exchanged(graph, ref)])
 
 
 def _is_exchanged(graph: Graph, ref: Ref) -> bool:
     node = graph[ref.node]
-    return isinstance(node, Call) and node.target.function in (standing, torch.Tensor.detach)
+    return isinstance(node, Call) and node.target.function in (with_history_of, torch.Tensor.detach)
 
 
 def _kind_departures(node: State, tensor: torch.Tensor | None) -> Iterable[Departure]:
@@ -100,12 +99,12 @@ def _kind_departures(node: State, tensor: torch.Tensor | None) -> Iterable[Depar
     return (Departure(f"the {node.kind} `{node.address}`", was, is_now),)
 
 
-def with_present_state(record: Record, model: Any) -> Record:
+def with_current_state(record: Record, model: Any) -> Record:
     """The record with the parameters and buffers that the model holds at their addresses now. With `model` None only
     the places are known where they were found.
     """
     if record.graph.not_again:
-        raise StaleValue(f"{record.graph.not_again[0]}: the next one may take another path.\n{CAPTURE_AGAIN}")
+        raise StaleValue(f"{record.graph.not_again[0]}: the next one may take another path.\n{RECAPTURE}")
     live, places, module = dict(record.live), dict(record.places), model if isinstance(model, nn.Module) else None
     for node in record.graph.state_nodes:
         place = places.get(node.address)
@@ -117,12 +116,12 @@ def with_present_state(record: Record, model: Any) -> Record:
         if held is not None:
             live[node.name] = held
         elif place is not None and place.tensor is not None and node.name not in record.graph.written_state:
-            raise StaleValue(f"the {node.kind} `{node.address}` {place.change}.\n{CAPTURE_AGAIN}")
+            raise StaleValue(f"the {node.kind} `{node.address}` {place.change}.\n{RECAPTURE}")
     for address in _new_state_addresses(record.graph, module) if module is not None else ():
-        raise StaleValue(f"the model has `{address}` now, and had none when it was captured.\n{CAPTURE_AGAIN}")
+        raise StaleValue(f"the model has `{address}` now, and had none when it was captured.\n{RECAPTURE}")
     names = [address for node in record.graph.state_nodes for address in (node.address, *node.aliases)]
     held_now = {address: _held_now(address, places, module) for address in names}
-    for departure in Begun(record).departures(held_now.get):
+    for departure in InitialStateLayout(record).departures(held_now.get):
         _departed(departure)
     return evolve(record, live=live, places=places)
 
@@ -136,7 +135,7 @@ def _held_now(address: str, places: Mapping[str, StatePlace], module: nn.Module 
     return place.now() if place is not None else None
 
 
-CAPTURE_AGAIN = "Capture the model again, as it is now."
+RECAPTURE = "Capture the model again, as it is now."
 
 
 def _holder(model: nn.Module | None, node: State) -> nn.Module | None:
@@ -180,14 +179,14 @@ def rerun(
                 held = record.live.get(node.name) if isinstance(node, State) else None
                 sources[ref] = _current_source(record, node, record.values[ref] if held is None else held)
     if is_refreshed:
-        require_as_asked(graph, record.values, sources, OuterModes.of_replay(graph, False))
+        require_same_answers(graph, record.values, sources, OuterModes.of_replay(graph, False))
     made = plan(graph, range(len(graph)), bytearray(len(graph)), (), rerun_all=True, keep=range(len(graph)))
     ran = run(graph, made, record.draws, lambda ref: as_leaf(sources[ref]), record.values.__getitem__, _departed)
     values = ran.tensors(ran.code.slots)
     for ref in map(Ref, graph.written_state):  # it is kept by value, for the model writes it again
         if ref in values and ref in sources:
             values[ref] = values[ref].detach().clone()
-    graph = as_it_came_out(graph, values)
+    graph = with_specs_of(graph, values)
     live = {name: tensor for name, tensor in record.live.items() if sources.get(Ref(name)) is tensor}
     fresh = Record(
         graph,
@@ -199,7 +198,7 @@ def rerun(
         places=_current_places(record, live),
         lent=_current_lent(record, values),
     )
-    fresh = fresh if record.saved is None else keeping(fresh, record.saved)
+    fresh = fresh if record.saved is None else keeping_only(fresh, record.saved)
     return fresh, filled(graph.output, values.__getitem__)
 
 
@@ -234,11 +233,11 @@ def _current_places(record: Record, live: Mapping[str, torch.Tensor]) -> dict[st
     for node in record.graph.state_nodes:
         tensor, place = live.get(node.name), record.places.get(node.address)
         if tensor is not None and place is not None:
-            found[node.address] = evolve(place, tensor=tensor, sight=sight_of(tensor))
+            found[node.address] = evolve(place, tensor=tensor, sight=tensor_state(tensor))
     return found
 
 
-def as_it_came_out(graph: Graph, values: Mapping[Ref, torch.Tensor]) -> Graph:
+def with_specs_of(graph: Graph, values: Mapping[Ref, torch.Tensor]) -> Graph:
     """The graph with the specs of these values. Nodes without values keep theirs."""
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -271,5 +270,5 @@ def _on_device(graph: Graph, device: torch.device) -> Graph:
     def leaf(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 
-    nodes = [remade(node, leaf) if isinstance(node, Call) else node for node in graph.nodes]
+    nodes = [with_leaves(node, leaf) if isinstance(node, Call) else node for node in graph.nodes]
     return evolve(graph, nodes=tuple(nodes))

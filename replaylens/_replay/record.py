@@ -1,25 +1,33 @@
-"""Record: what is known of one run of a program, and what was computed from that.
+"""Record: what is known of one run of a program, what was computed from that, and which values it keeps.
 
 In: a Graph, the values of a run of it, and where the model holds its own tensors. Out: a value, if nobody overwrote it
 since, recomputed if it was not kept; or StaleValue with the reason. Compiled plans and the like are kept with the
 record, each kind in a Cache of the module that makes it.
+
+A record may keep few values: those asked for, and those that must exist: inputs, state and constants, which nothing
+computes; outputs and writes; contents that the model read in Python, which guards compare; results of an edit's
+functions, which may differ when called again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
-from .._ir.autograd import as_leaf
-from .._ir.capture_metadata import NOTHING_KNOWN, CaptureMetadata
+from .._edit.lower import may_vary
+from .._ir.autograd import as_leaf, history_of
+from .._ir.capture_metadata import NO_METADATA, CaptureMetadata
 from .._ir.graph import Graph
-from .._ir.model_state import Standing, StatePlace
+from .._ir.memory import storage_of, version_of, versions_of
+from .._ir.model_state import StateCheck, StatePlace
+from .._ir.model_turns import read_undisturbed
 from .._ir.node import Call, Ref, State, TensorSpec, refs_of
-from .._ir.shared_memory import storage_of, version_of, versions_of
-from .._ir.turns import settled
+from .._ir.runtime import addresses_memory
+from .._ir.trees import without_originals
 from .._ir.util import cached_property
 from ..errors import StaleValue
 from .plan import plan
@@ -50,7 +58,7 @@ class Cache(Generic[K, V]):
 
     def get(self, record: Record, key: K) -> V | None:
         """The value kept for a record under a key."""
-        return record.caches.get(self, NOTHING).get(key)
+        return record.caches.get(self, NO_ENTRIES).get(key)
 
     def put(self, record: Record, key: K, value: V) -> V:
         """Keeps a value; the oldest one makes room."""
@@ -61,7 +69,7 @@ class Cache(Generic[K, V]):
         return value
 
 
-NOTHING: dict[Any, Any] = {}
+NO_ENTRIES: dict[Any, Any] = {}
 
 
 @define(eq=False)
@@ -75,7 +83,7 @@ class Record:
     live: dict[str, torch.Tensor] = field(
         factory=dict
     )  # by node name: the model's own parameters, and leaves among the inputs that the forward wrote
-    account: CaptureMetadata = NOTHING_KNOWN
+    account: CaptureMetadata = NO_METADATA
     histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
     saved: frozenset[str] | None = None  # the nodes whose values are to be kept, if not all are: see keeping.py
     places: Mapping[str, StatePlace] = field(factory=dict)  # by address: where the model holds its tensors
@@ -88,7 +96,7 @@ class Record:
         """A recorded value, if nobody overwrote it since; recomputed, if it was not kept."""
         tensor = self.values.get(ref)
         if tensor is None:
-            return recovered(self, [ref])[ref]
+            return recomputed(self, [ref])[ref]
         if (reason := self.stale(ref)) is not None:
             raise StaleValue(reason)
         return tensor
@@ -100,7 +108,7 @@ class Record:
         place = self.place_of(ref)
         if place is None or place.is_as_it_was():
             return None
-        if settled(place.is_as_it_was):  # another thread was running the model, and has put it back
+        if read_undisturbed(place.is_as_it_was):  # another thread was running the model, and has put it back
             return None
         return stale_text(self.graph, ref, place)
 
@@ -150,7 +158,7 @@ class Steady:
         self.refs = list(refs)
         self.tensors, self.versions = [record.values[r] for r in self.refs], [record.versions[r] for r in self.refs]
         places = {id(place): place for ref in self.refs if (place := record.place_of(ref)) is not None}
-        self.standing = Standing(places.values())
+        self.standing = StateCheck(places.values())
 
     def __bool__(self) -> bool:
         return versions_of(self.tensors) == self.versions and bool(self.standing)
@@ -161,7 +169,7 @@ class Steady:
             record.value(ref)
 
 
-def recovered(record: Record, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
+def recomputed(record: Record, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
     """The values at these Refs, recomputed: the very ones that the model had, draws included, without histories.
     Only what they need runs.
     """
@@ -195,3 +203,90 @@ def stale_text(graph: Graph, ref: Ref, place: StatePlace | None = None) -> str:
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """The value without a history."""
     return tensor.detach() if tensor.requires_grad else tensor
+
+
+def with_values(record: Record, refs: Iterable[Ref]) -> Record:
+    """The record with these values, too."""
+    missing = [ref for ref in refs if ref not in record.values]
+    if not missing:
+        return record
+    found = recomputed(record, missing)
+    counts = Versions([*record.versions.items(), *((ref, version_of(tensor)) for ref, tensor in found.items())])
+    return evolve(record, values={**record.values, **found}, versions=counts)
+
+
+def completed_record(record: Record) -> Record:
+    """The record with every value, in the order of the nodes."""
+    if record.saved is None:
+        return record
+    refs = [ref for node in record.graph.nodes for ref in refs_of(node)]
+    whole = with_values(record, refs)
+    return evolve(whole, values={ref: whole.values[ref] for ref in refs}, saved=None)
+
+
+def keeping_only(record: Record, names: frozenset[str]) -> Record:
+    """The record with the values of these nodes, and those that must exist. No value holds a history, nor much more
+    memory than it fills.
+    """
+    graph = record.graph
+    refs = dict.fromkeys([r for node in graph.nodes if node.name in names for r in refs_of(node)] + _always_kept(graph))
+    whole = with_values(record, refs)
+    made = {ref: as_leaf(whole.values[ref]) for ref in refs if isinstance(graph[ref.node], Call)}
+    small = {ref: whole.value(ref).detach().clone() for ref in _small_parts(graph, made)}
+    small = {ref: tensor.requires_grad_(made[ref].requires_grad) for ref, tensor in small.items()}
+    values = {ref: small.get(ref, made.get(ref, whole.values[ref])) for ref in refs}
+    counts = Versions((ref, version_of(small[ref]) if ref in small else whole.versions[ref]) for ref in refs)
+    account = evolve(record.account, gradients={**_histories(record), **record.account.gradients})
+    return evolve(record, graph=_without_objects(graph), values=values, versions=counts, account=account, saved=names)
+
+
+def _histories(record: Record) -> dict[Ref, str]:
+    """The autograd functions of values that are about to lose their histories."""
+    found = {ref: history_of(value) for ref, value in record.values.items() if isinstance(record.graph[ref.node], Call)}
+    return {ref: history for ref, history in found.items() if history is not None}
+
+
+def _without_objects(graph: Graph) -> Graph:
+    """The graph without the model's own objects: the tensors in them hold histories."""
+    output, inside = (
+        without_originals(graph.output),
+        tuple([(scope, without_originals(tree)) for scope, tree in graph.module_outputs]),
+    )
+    pairs = zip(inside, graph.module_outputs, strict=True)
+    if output is graph.output and all(one[1] is other[1] for one, other in pairs):
+        return graph
+    return evolve(graph, output=output, module_outputs=inside)
+
+
+def _always_kept(graph: Graph) -> list[Ref]:
+    """The values that nothing computes, or that guards compare."""
+    compared = [ref for guard in graph.guards if guard.compares_content for ref in guard.refs]
+    sources = [Ref(node.name) for node in graph.nodes if not isinstance(node, Call)]
+    varying = [ref for node in graph.calls if may_vary(node) for ref in refs_of(node)]
+    return [*sources, *graph.wanted_refs, *compared, *varying]
+
+
+def _small_parts(graph: Graph, values: dict[Ref, torch.Tensor]) -> Iterator[Ref]:
+    """The values whose storage is more than twice as large as all that is kept of it."""
+    sizes: Counter[int] = Counter()
+    dense = {ref: tensor for ref, tensor in values.items() if _is_dense(tensor)}
+    for tensor in dense.values():
+        sizes[tensor.untyped_storage()._cdata] += tensor.nbytes
+    large = [
+        ref
+        for ref, tensor in dense.items()
+        if tensor.untyped_storage().nbytes() > 2 * sizes[tensor.untyped_storage()._cdata] + 1024
+    ]
+    if large and not any(_looks_at_memory(call) for call in graph.calls):
+        yield from large
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if a copy has the same strides."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return plain and not tensor.is_conj() and not tensor.is_neg() and tensor.is_contiguous()
+
+
+def _looks_at_memory(call: Call) -> bool:
+    """True if a call reads memory by strides of its own, beyond what it is given."""
+    return any(addresses_memory(target) or "set_" in target.short for target in call.functions)

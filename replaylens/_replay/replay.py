@@ -15,28 +15,28 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._edit.lower import may_vary
-from .._ir.copies import in_layout
 from .._ir.graph import Graph
+from .._ir.interrupts import exclusive_generator
 from .._ir.location import Location
-from .._ir.model_state import sight_of
+from .._ir.memory import with_strides
+from .._ir.model_state import tensor_state
 from .._ir.node import Call, Input, Ref, refs_of
 from .._ir.torch_private import is_wrapped
 from .._ir.trees import thaw
-from .._ir.world import drawing_alone
 from ..errors import InputMismatch, ReplaylensError
 from .alias_analysis import writes_views
 from .compile import Mode, compile_plan
-from .deferred import Late, Remembered, mark_of
-from .flag_guards import OuterModes, ReplacedValues, departures as departures_of, heeded
+from .deferred import DeferredValues, PatchResults, version_mark
+from .flag_guards import OuterModes, ReplacedValues, guarded_changes, metadata_departures as departures_of
 from .function import require_differentiable
-from .guards import Departure, LeftPath, diverged, misdirected, raising
+from .guards import Departure, RerunRequired, aliasing_hazards, diverged_error, exceptions_as_departures
 from .interpreter import Code
 from .plan import Plan, plan
-from .record import Cache, Record, detached, recovered
+from .record import Cache, Record, detached, recomputed
 from .request import Change, Request
-from .resolve_patches import Applying
+from .resolve_patches import PatchRunner
 from .runner import Values, run_code
-from .supply import Beginning, Run, is_drawn_anew, known_marks
+from .supply import InitialEnv, Run, is_drawn_anew, known_marks
 
 
 def replay(
@@ -52,7 +52,7 @@ def replay(
     def finish(value: Any) -> Any:
         return value if request.grad or not isinstance(value, torch.Tensor) else detached(value)
 
-    late = Late(ran, record, finish)
+    late = DeferredValues(ran, record, finish)
 
     def lookup(name: Any) -> Any:
         at = name if isinstance(name, Location) else resolve(name)
@@ -71,7 +71,7 @@ def replay(
     return Run(values.code.executed, changes, tuple(ran.departures), output, has_output, lookup, late.everything)
 
 
-def _read(graph: Graph, late: Late, patched_outputs: Mapping[Ref, Any], at: Location) -> Any:
+def _read(graph: Graph, late: DeferredValues, patched_outputs: Mapping[Ref, Any], at: Location) -> Any:
     """What a run has at a Location."""
     if (places := at.inner) is not None:
         return thaw(places, lambda leaf: _read(graph, late, patched_outputs, leaf) if type(leaf) is Location else leaf)
@@ -89,7 +89,7 @@ class Executed:
     values: Values
     once: frozenset[int]  # functions of an edit that ran: they may give something else when they are called again
     departures: list[Departure]
-    patched: Remembered  # what the patches made
+    patched: PatchResults  # what the patches made
     given: dict[int, Any]  # how the given tensors looked when it began
 
     def __getitem__(self, ref: Ref) -> Any:
@@ -113,24 +113,24 @@ def execute(record: Record, request: Request, instrument: Callable[[Code], Code]
         request = evolve(request, given=_on_the_recorded_path(graph, request.given))
 
     remembered, given_marks = (
-        Remembered(),
-        {p: (mark_of(tensor), sight_of(tensor)) for p, tensor in request.given.items()},
+        PatchResults(),
+        {p: (version_mark(tensor), tensor_state(tensor)) for p, tensor in request.given.items()},
     )
     env = compiled.beginning.begin(record, request)
     env[code.departed] = departed
     if code.patches:
         refs = {ref for position in request.changed for ref in refs_of(graph.nodes[position])}
         instead = ReplacedValues(graph, record.values, around, refs.union(given), given)
-        applying = Applying(graph, compiled.writes_views, instead, departed, remembered)
+        applying = PatchRunner(graph, compiled.writes_views, instead, departed, remembered)
         for position, number, slot in code.patches:
             env[slot] = applying.function(position, number, request.changed[position][number])
     try:
         with (
-            raising(graph, partial(_changed_nodes, graph, request), departed),
+            exceptions_as_departures(graph, partial(_changed_nodes, graph, request), departed),
             _undoing_draws() if request.fresh else nullcontext(),
         ):
             run_code(graph, Values(code if instrument is None else instrument(code), env))
-    except LeftPath:
+    except RerunRequired:
         remembered.undraw()
         raise
     return Executed(request, compiled.wanted, Values(code, env), compiled.once, departed.found, remembered, given_marks)
@@ -145,9 +145,9 @@ class _DepartureHandler:
 
     def __call__(self, departure: Departure) -> None:
         if self.on_divergence == "raise":
-            raise diverged(departure)
+            raise diverged_error(departure)
         if self.on_divergence == "rerun":
-            raise LeftPath(departure)
+            raise RerunRequired(departure)
         self.found.append(departure)
 
 
@@ -165,20 +165,20 @@ def _with_start_values(record: Record, request: Request) -> Record:
     refs = [ref for position in starts for ref in refs_of(record.graph.nodes[position])]
     if all(ref in record.values for ref in refs):
         return record
-    found = recovered(record, [ref for ref in refs if ref not in record.values])
+    found = recomputed(record, [ref for ref in refs if ref not in record.values])
     return evolve(record, values={**record.values, **found})
 
 
 def _departures_before(graph: Graph, request: Request) -> Iterator[Departure]:
     """Departures that are known before anything runs."""
-    yield from led_astray(graph, request.changed)
+    yield from hazards_of_changes(graph, request.changed)
     for name in graph.drawn_elsewhere if request.fresh else ():
         yield Departure(f"what `{name}` drew", "drawn in the forward", "others, which only the model can draw")
     for name in graph.generator_read if request.fresh else ():
         yield Departure(f"what `{name}` gave", "of the recorded state", "of one that only the model can read")
 
 
-def led_astray(graph: Graph, changed: Mapping[int, tuple[Change, ...]]) -> Iterator[Departure]:
+def hazards_of_changes(graph: Graph, changed: Mapping[int, tuple[Change, ...]]) -> Iterator[Departure]:
     """Patches that break aliasing, or through which the model takes gradients that cannot follow them."""
     for position, changes in changed.items():
         node = graph.nodes[position]
@@ -186,13 +186,13 @@ def led_astray(graph: Graph, changed: Mapping[int, tuple[Change, ...]]) -> Itera
             yield Departure(f"the memory of {node.name}", "shared with what is written", "apart from it")
         if isinstance(node, Call):
             constant = not all(change.follows for change in changes) and graph.is_run_again(node.name)
-            yield from misdirected(node, constant)
+            yield from aliasing_hazards(node, constant)
 
 
 def _on_the_recorded_path(graph: Graph, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """The given tensors in the memory layouts that the recorded path needs."""
     strides = {position: graph.nodes[position].meaning.strides for position in given}  # type: ignore[union-attr]
-    return {p: tensor if is_wrapped(tensor) else in_layout(tensor, strides[p]) for p, tensor in given.items()}
+    return {p: tensor if is_wrapped(tensor) else with_strides(tensor, strides[p]) for p, tensor in given.items()}
 
 
 def _changed_nodes(graph: Graph, request: Request) -> list[str]:
@@ -206,11 +206,11 @@ def _changed_nodes(graph: Graph, request: Request) -> list[str]:
 @contextmanager
 def _undoing_draws() -> Iterator[None]:
     """Undoes the draws from the user's generator if the replay leaves its path: the model makes them again."""
-    with drawing_alone():
+    with exclusive_generator():
         state = torch.default_generator.get_state()
         try:
             yield
-        except LeftPath:
+        except RerunRequired:
             torch.default_generator.set_state(state)
             raise
 
@@ -220,7 +220,7 @@ class _Compiled:
     """What all requests of one kind share."""
 
     code: Code
-    beginning: Beginning
+    beginning: InitialEnv
     wanted: frozenset[int]
     once: frozenset[int]  # functions of an edit that run
     writes_views: bool
@@ -257,7 +257,7 @@ def _compile(record: Record, request: Request, trees: dict[int, tuple[Any, ...]]
     mode = Mode(request.grad, request.fresh, left, places=places)
     code = compile_plan(graph, made, record.draws, lambda ref: record.value(ref), mode, trees)
     once = frozenset(varying).intersection(made.run)
-    return _Compiled(code, Beginning(code, request), wanted, once, bool(trees) and writes_views(graph))
+    return _Compiled(code, InitialEnv(code, request), wanted, once, bool(trees) and writes_views(graph))
 
 
 def _planned(
@@ -277,7 +277,7 @@ def _planned(
         again=places,
         turns=graph.turns if request.fresh and not request.start else {},
         last=graph.last_drawn if _leaves_generator(request) else (),
-        heeded=heeded(graph, request.changed, request.to),
+        heeded=guarded_changes(graph, request.changed, request.to),
     )
 
 

@@ -41,7 +41,7 @@ class Change:
 
 
 @frozen
-class HandOffChange:
+class ModuleOutputChange:
     """One tensor that a module call returns, and that a patch under the name of the module is for."""
 
     address: str
@@ -59,7 +59,7 @@ class LivePatchScope:
     every: frozenset[int] = frozenset()  # changed positions that are patched in later passes, too
     kinds: frozenset[str] = frozenset()  # of operations that are patched wherever they occur
     globs: tuple[str, ...] = ()  # that name modules, also ones that were not recorded
-    hands: tuple[HandOffChange, ...] = ()  # changed positions that modules return
+    hands: tuple[ModuleOutputChange, ...] = ()  # changed positions that modules return
 
 
 @frozen(eq=False)

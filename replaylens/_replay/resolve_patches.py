@@ -14,25 +14,23 @@ from typing import Any, cast
 import torch
 from attrs import frozen
 
-from .._edit.bind import bind
-from .._edit.patch import Apply, Chain, From, Patch, Set, keeps_layout, patch_of
-from .._edit.patch_ops import of_own_copies
-from .._edit.select import CURE, is_named
-from .._ir.copies import as_it_lay
+from .._edit.patch import Apply, Chain, From, Patch, Set, bind, keeps_layout, patch_of
+from .._edit.patch_ops import apply_to_copies
+from .._edit.select import NAMING_CURE, is_named
 from .._ir.graph import Graph
 from .._ir.location import Location
+from .._ir.memory import in_layout_of, storage_of
 from .._ir.node import Call, Node, Ref, TensorSpec, refs_in, specs_of
 from .._ir.printer import listing
-from .._ir.shared_memory import storage_of
 from .._ir.torch_private import peek_interpreter_stack
 from .._ir.trees import freeze_deep
 from .._ir.value_source import ValueSource
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
 from .alias_analysis import detached_views
-from .deferred import Remembered
+from .deferred import PatchResults
 from .flag_guards import ReplacedValues
 from .guards import Departure
-from .inputs import made_ordinary
+from .inputs import copied_outside_inference
 from .request import Change
 
 Changes = dict[int, tuple[Change, ...]]
@@ -52,7 +50,7 @@ def changes_of(
         except BadPart as error:
             if is_named(key, location):
                 raise
-            raise BadPart(f"{error}\n{key!r} means this layer too. {CURE}") from error
+            raise BadPart(f"{error}\n{key!r} means this layer too. {NAMING_CURE}") from error
         for value in {(location.output is not None, ref) for ref in refs_in(made.tree)}:
             if value in keys:
                 both = f"under {keys[value]!r} and {key!r}"
@@ -140,7 +138,7 @@ def change_at(graph: Graph, location: Location, what: Any) -> Change:
         except (BadPart, BadPatch, ShapeMismatch) as error:
             raise _with_place(error, graph, node.name, what) from error
         new = patched.checked(value, new)
-        return as_it_lay(value, new) if is_laid_out else new
+        return in_layout_of(value, new) if is_laid_out else new
 
     try:
         free, follows, holds = patched.new_value(what)
@@ -169,13 +167,13 @@ class _Patched:
 
     def new_value(self, what: Any) -> New:
         """What was given, as a function from the old value to the new one."""
-        ordinary = partial(made_ordinary, self.graph)
+        ordinary = partial(copied_outside_inference, self.graph)
         if _is_tensor_list(what):
             given = ordinary(what)
             return (lambda value: given), False, ()
         patch = patch_of(what)
         if isinstance(patch, Apply) and patch.part is None:
-            return partial(of_own_copies, patch.fn), True, ()
+            return partial(apply_to_copies, patch.fn), True, ()
         if type(self.tree) is not Ref:
             return self._for_each(patch, ordinary)
         for part in patch.parts:
@@ -304,7 +302,7 @@ def _bound(node: Any, tree: Any, name: str, what: Any) -> list[tuple[Any, Patch]
 
 
 @frozen(eq=False)
-class Applying:
+class PatchRunner:
     """The patches of one replay, as the functions that it calls. Results are remembered, and their memory layout is
     checked: it may lead away from the recorded path. If that is ignored, the result is copied into the recorded
     layout.
@@ -314,7 +312,7 @@ class Applying:
     writes_views: bool  # does the model write through views?
     instead: ReplacedValues
     departed: Callable[[Departure], None]
-    remembered: Remembered
+    remembered: PatchResults
 
     def function(self, position: int, number: int, change: Change) -> Callable[[Any], Any]:
         """The function of a patch: from the value of a node to the value that the replay continues with."""

@@ -19,23 +19,25 @@ import torch
 from attrs import field, frozen
 
 from .._ir.graph import Graph
+from .._ir.interrupts import after_fork, generator_lock, reset_lock
 from .._ir.node import Call, Generator, GeneratorLeft, Ref
 from .._ir.trees import leaves_of
-from .._ir.world import freed, in_children, one_draws
 
-outside: list[torch.Tensor] = []  # the user's states of the global generator while replays set it; under `one_draws`
+user_states: list[
+    torch.Tensor
+] = []  # the user's states of the global generator while replays set it; under `one_draws`
 
 
 def _reset_in_child() -> None:
     """In a forked child: a thread of the parent may have been replaying; the generator is the user's again."""
-    if not one_draws._is_owned():  # type: ignore[attr-defined]
-        freed(one_draws)
-        if outside:
-            torch.default_generator.set_state(outside[0])
-            outside.clear()
+    if not generator_lock._is_owned():  # type: ignore[attr-defined]
+        reset_lock(generator_lock)
+        if user_states:
+            torch.default_generator.set_state(user_states[0])
+            user_states.clear()
 
 
-in_children(_reset_in_child)
+after_fork(_reset_in_child)
 _START = ""  # the state in which the user's generator was when the replay began
 
 
@@ -76,7 +78,7 @@ def has_own_generator(node: Call) -> bool:
     return bool(leaves_of(Generator, node.trees))
 
 
-def streamed(
+def stream_of(
     graph: Graph,
     run: Sequence[int],
     fresh: bool,
@@ -180,7 +182,9 @@ def _begin_of(graph: Graph, position: int, drawing: set[int]) -> Any:
     return None if node.is_seeded else node.follows or _START
 
 
-def in_turn(read: Callable[..., Any], call: Callable[..., Any], turn: Turn, recorded: torch.Tensor | None) -> Any:
+def with_generator_turn(
+    read: Callable[..., Any], call: Callable[..., Any], turn: Turn, recorded: torch.Tensor | None
+) -> Any:
     """How a call that draws reads its arguments, and how it is made, in its turn: (read, call)."""
 
     def reading(env: list[Any]) -> Any:
@@ -226,20 +230,20 @@ def _own_stream(state: torch.Tensor, key: str) -> torch.Tensor:
     return torch.Generator().manual_seed(int.from_bytes(digest.digest(), "little") >> 1).get_state()
 
 
-def left_at(slot: int, env: list[Any]) -> tuple[Any, ...]:
+def leave_generator_at(slot: int, env: list[Any]) -> tuple[Any, ...]:
     """Leaves the user's generator where the model leaves it."""
-    if outside and env[slot] is not None:
-        outside[-1] = env[slot]
+    if user_states and env[slot] is not None:
+        user_states[-1] = env[slot]
     return (None,)
 
 
-def apart_from(stream: Stream, patch: Callable[..., Any]) -> Callable[..., Any]:
+def drawing_as_the_user(stream: Stream, patch: Callable[..., Any]) -> Callable[..., Any]:
     """A patch that draws from the user's generator, and not from the state in which the model's draws left it."""
     if stream.is_fresh or not stream.sets:
         return patch
 
     def patched(*values: Any) -> Any:
-        if not outside:
+        if not user_states:
             return patch(*values)
         with as_the_user():
             return patch(*values)
@@ -250,11 +254,11 @@ def apart_from(stream: Stream, patch: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def as_the_user() -> Iterator[None]:
     """Within, the generator is the user's; afterwards it is as before."""
-    before, depth = torch.default_generator.get_state(), len(outside)
+    before, depth = torch.default_generator.get_state(), len(user_states)
     try:
-        torch.default_generator.set_state(outside[-1])
+        torch.default_generator.set_state(user_states[-1])
         yield
     finally:
-        if len(outside) == depth:  # else an interrupt has ended what this is within
-            outside[-1] = torch.default_generator.get_state()
+        if len(user_states) == depth:  # else an interrupt has ended what this is within
+            user_states[-1] = torch.default_generator.get_state()
         torch.default_generator.set_state(before)

@@ -17,7 +17,7 @@ from .._ir.graph import Graph
 from .._ir.node import Ref, filled, refs_in
 from .compile import AS_RECORDED, Mode, compile_plan
 from .guards import Departure
-from .interpreter import Code, Env, interpret, recorded_world
+from .interpreter import Code, Env, interpret, recorded_environment
 from .plan import Plan
 
 Patches = Mapping[int, tuple[tuple[Any, Callable[..., Any]], ...]]  # position -> (which of its values, new from old)
@@ -66,10 +66,10 @@ def run(
     """Runs a plan. `supply` gives the values that it begins with, `recorded` those that guards compare with."""
     patched = {position: tuple([tree for tree, _ in each]) for position, each in patches.items()}
     code = compile_plan(graph, plan, states, recorded, mode, patched)
-    return run_code(graph, begin(code, supply, departed, patches))
+    return run_code(graph, initial_values(code, supply, departed, patches))
 
 
-def begin(
+def initial_values(
     code: Code, supply: Supply, departed: Departed | None = None, patches: Patches = MappingProxyType({})
 ) -> Values:
     """The initial env."""
@@ -84,6 +84,6 @@ def begin(
 
 def run_code(graph: Graph, values: Values) -> Values:
     """Runs the steps in the recorded world."""
-    with recorded_world(values.code.draws, graph):
+    with recorded_environment(values.code.draws, graph):
         interpret(values.code, values.env)
     return values

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .._ir.autograd import as_leaf, fresh_leaf, standing
+from .._ir.autograd import as_leaf, fresh_leaf, with_history_of
 from .._ir.graph import Graph
+from .._ir.memory import have_same_address
 from .._ir.node import Call, Ref, State, refs_of
-from .._ir.shared_memory import begin_together
 from .._ir.torch_private import peek_interpreter_stack
 from .._ir.value_source import ValueSource
 from ..errors import NotSaved, StaleValue
@@ -25,7 +25,7 @@ from .guards import Departure
 from .interpreter import Code, Env
 from .record import Record, Steady, stale_text
 from .request import Request
-from .runner import begin
+from .runner import initial_values
 
 
 def supply(record: Record, request: Request, ref: Ref) -> Any:
@@ -80,13 +80,13 @@ def _live(record: Record, ref: Ref, live: torch.Tensor) -> torch.Tensor:
     content.
     """
     recorded, node = record.value(ref), record.graph[ref.node]
-    if begin_together(live, recorded):
+    if have_same_address(live, recorded):
         return live
     if isinstance(node, State) and node.name not in record.graph.written_state:
         raise StaleValue(stale_text(record.graph, ref))
     if live.grad_fn is not None:  # a buffer with the history of what was written into it since
         return recorded
-    return standing(live, recorded)
+    return with_history_of(live, recorded)
 
 
 def _with_recorded_flag(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def _with_recorded_flag(given: torch.Tensor, recorded: torch.Tensor) -> torch.Te
     return given.detach() if hidden else given.detach().requires_grad_(recorded.requires_grad)
 
 
-class Beginning:
+class InitialEnv:
     """The env that the replays of one kind begin with. What all of them share is prepared once."""
 
     def __init__(self, code: Code, request: Request) -> None:
@@ -113,7 +113,7 @@ class Beginning:
         steady, kept = self.kept
         if not steady:
             if self.is_live:
-                return begin(self.code, partial(supply, record, request)).env
+                return initial_values(self.code, partial(supply, record, request)).env
             steady.require(record)
         env = kept.copy()
         for ref, slot in self.varying:
@@ -122,7 +122,7 @@ class Beginning:
 
     def _first_env(self, record: Record, request: Request) -> Env:
         """The first env; later ones reuse what is the same in all."""
-        env, positions = begin(self.code, partial(supply, record, request)).env, record.graph.positions
+        env, positions = initial_values(self.code, partial(supply, record, request)).env, record.graph.positions
         fixed = [(ref, slot) for ref, slot in self.code.supply if positions[ref.node] not in request.given]
         same = {ref for ref, slot in fixed if self._is_shared(record, ref, env[slot])}
         self.varying, kept = [(ref, slot) for ref, slot in self.code.supply if ref not in same], env.copy()

@@ -14,11 +14,11 @@ import torch
 from attrs import frozen
 
 from .._edit.part import Part, as_part
+from .._ir.util import optional
 from .._layers.layer import Layer
 from .._replay.supply import Run
 from ..errors import BadPart, DivergedReplay, NoGradient, ReplaylensError, ShapeMismatch
 from ..program import Program
-from .heatmap import optional
 
 Indices = tuple[int, ...]
 Axes = tuple[tuple[str, Indices], ...]  # the axes of a score, each with the indices of the layer along it

@@ -17,7 +17,7 @@ from .._edit.patch import From, Patch
 from .._edit.select import Selection, Where
 from .._ir.graph import Graph
 from .._ir.node import Call, State
-from .._ir.ops import Quirk, of_kind
+from .._ir.ops import Quirk, op_info_of_kind
 from .._ir.runtime import alias
 from .._layers.layer import Layer
 from .._replay.supply import Run
@@ -157,7 +157,7 @@ def residual_branches(graph: Graph, among: Iterable[str], around: Iterable[str] 
     weights, found = _weights(graph), []
     among = set(among)
     for node in graph.nodes:
-        if not isinstance(node, Call) or not of_kind(node.kind).has(Quirk.JOIN):
+        if not isinstance(node, Call) or not op_info_of_kind(node.kind).has(Quirk.JOIN):
             continue
         parts = list(dict.fromkeys(ref.node for ref in node.refs))
         for branch in [name for name in parts if name in among]:
@@ -173,7 +173,7 @@ def _root(graph: Graph, name: str) -> str:
     """The node whose value a node passes on unchanged, but for casts and dropout."""
     node = graph[name]
     while isinstance(node, Call) and (
-        node.target.function is alias or node.kind == "to" or of_kind(node.kind).has(Quirk.DROPOUT)
+        node.target.function is alias or node.kind == "to" or op_info_of_kind(node.kind).has(Quirk.DROPOUT)
     ):
         node = graph[node.refs[0].node]
     return node.name

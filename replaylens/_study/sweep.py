@@ -16,14 +16,14 @@ from attrs import field, frozen
 
 from .._edit.part import Part
 from .._edit.patch import patch_of
-from .._edit.select import CURE, Selection
+from .._edit.select import NAMING_CURE, Selection
 from .._ir.torch_private import pytree
+from .._ir.util import optional
 from .._ir.value_source import Unpickled
-from .._sweep.batch_runner import Replays
-from .._sweep.chunks import Plan
+from .._sweep.batch_runner import Plan, Replays
+from .._view.plots import plot_heatmap
 from ..errors import BadPart, ReplaylensError
 from ..program import Program
-from .heatmap import heatmap, optional
 
 
 @frozen(eq=False, repr=False)
@@ -146,7 +146,7 @@ class Sweep(Unpickled):
         shown = shown - float(self.baseline) if change else shown
         columns = [" ".join(map(str, names)) for names in product(*self.names[1:])] if len(self.axes) > 1 else [""]
         words = self.axes[0], " x ".join(self.axes[1:]), "change of the metric" if change else "metric"
-        return heatmap(shown, list(map(str, self.names[0])), columns, words, ax, options)
+        return plot_heatmap(shown, list(map(str, self.names[0])), columns, words, ax, options)
 
 
 def sweep(
@@ -228,7 +228,7 @@ def _sizes(prog: Program, name: str, place: Part, shape: tuple[int, ...]) -> dic
     except BadPart as error:
         layer = prog[name]
         where = f" ({layer.source})" if layer.source is not None else ""
-        raise BadPart(f"the site {name!r}, {layer.label}{where}: {error}\n{CURE}") from error
+        raise BadPart(f"the site {name!r}, {layer.label}{where}: {error}\n{NAMING_CURE}") from error
 
 
 def _names(prog: Program, sites: Any) -> list[str]:

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from attrs import evolve, frozen
 
+from .._ir.equality import BATCHED, BATCHED_NARROW, LIKELY
 from .._ir.node import Call
-from .._ir.ops import Quirk, info
-from .._ir.tolerances import BATCHED, BATCHED_NARROW, LIKELY
+from .._ir.ops import Quirk, op_info
 from .._ir.trees import leaves
-from .sparse_rows import numbers
+from .sparse_rows import index_tensor
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -54,7 +54,7 @@ def candidates(
     """Every alignment that the sizes allow, by the axes of the first result, the likeliest first. Empty if the call
     draws, or content or the user's own code decides: a proof would say nothing.
     """
-    op = info(name)
+    op = op_info(name)
     if (
         not name
         or op.has(Quirk.MIXES_ROWS)
@@ -195,11 +195,11 @@ def only_moves(align: Alignment, reads: Sequence[Tensor], call: Callable[[Sequen
 
 # ---- proofs ------------------------------------------------------------------------------------------------------
 
-Run = Callable[[Sequence[Tensor], int | None], list[Tensor]]  # on so many rows; None: as it was called
+RunRows = Callable[[Sequence[Tensor], int | None], list[Tensor]]  # on so many rows; None: as it was called
 
 
-def proves(
-    align: Alignment, reads: Sequence[Tensor], run: Run, largest_literal: int, is_pointwise: Callable[[], bool]
+def is_proved(
+    align: Alignment, reads: Sequence[Tensor], run: RunRows, largest_literal: int, is_pointwise: Callable[[], bool]
 ) -> bool:
     """True if an alignment holds on other numbers. Trials go on until there is enough evidence: one is enough if
     many results differ from row to row. Where all rows come out alike, as of `x == 0`, torch's own tag decides.
@@ -220,7 +220,7 @@ def proves(
     return evidence > 1 or is_pointwise()
 
 
-def _trial(align: Alignment, reads: Sequence[Tensor], run: Run, largest_literal: int, number: int) -> int | None:
+def _trial(align: Alignment, reads: Sequence[Tensor], run: RunRows, largest_literal: int, number: int) -> int | None:
     """Runs a few rows, the whole, and more rows than the whole has, in another order. None if any row comes out
     different; else how much evidence that is.
     """
@@ -262,7 +262,7 @@ def _are_rows_of(
     for part, whole, axis in zip(parts, wholes, axes, strict=True):
         if part.shape[axis] != others + count:
             return False
-        if not close(part.narrow(axis, others, count), whole.index_select(axis, rows)):
+        if not close_across_batches(part.narrow(axis, others, count), whole.index_select(axis, rows)):
             return False
     return True
 
@@ -279,9 +279,9 @@ class _RowOrders(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _row_orders(count: int, largest_literal: int, device: torch.device) -> _RowOrders:
-    few = numbers([count, count - 1, 0] if count != 3 else [count, 0], device)  # never as many as there were
-    many = numbers([count + 1, count, *[row % count for row in reversed(range(largest_literal))]], device)
-    return _RowOrders(few, numbers(range(count), device), many, few[1:], many[2:])
+    few = index_tensor([count, count - 1, 0] if count != 3 else [count, 0], device)  # never as many as there were
+    many = index_tensor([count + 1, count, *[row % count for row in reversed(range(largest_literal))]], device)
+    return _RowOrders(few, index_tensor(range(count), device), many, few[1:], many[2:])
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
@@ -367,7 +367,7 @@ def _is_varied(value: Tensor) -> bool:
     return value[tuple(places)].unique().numel() > 64
 
 
-def close(one: Tensor, other: Tensor) -> bool:
+def close_across_batches(one: Tensor, other: Tensor) -> bool:
     """True if equal up to what another batch size does to the last bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False

@@ -1,8 +1,10 @@
 """Batches: the variants of one record in passes, with the metric as more program, and their results in order.
 
 In: a record, the record of a metric on its output if there is one, and the changes of each variant. Out: the values of
-the output for each variant, stacked. Metric nodes follow the model's own, so that a sweep sees what the metric reads
-and computes nothing else. Variants that leave the recorded path are reported, and left to the caller.
+the output for each variant, stacked; beforehand a Plan of what they cost, in forwards and bytes. Metric nodes follow
+the model's own, so that a sweep sees what the metric reads and computes nothing else. Large passes are slow once their
+values leave the processor's cache, so their size follows the largest value on the way. Variants that leave the
+recorded path are reported, and left to the caller.
 """
 
 from __future__ import annotations
@@ -18,17 +20,16 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._ir.graph import Graph
-from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, filled, refs_in, remade
-from .._ir.shared_memory import version_of
+from .._ir.memory import version_of
+from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, filled, refs_in, with_leaves
 from .._ir.torch_private import pytree
-from .._ir.trees import freeze_deep, keyed, leaves, remake, thaw, walk
+from .._ir.trees import freeze_deep, keyed_items, leaves, map_leaves, thaw, walk
 from .._ir.validate import require_lawful
 from .._replay.guards import Departure
 from .._replay.record import Cache, Record, Versions
 from .._replay.resolve_patches import Changes
 from ..errors import BadMetric
-from .chunks import Plan, chunks, plan
-from .engine import Variant, run
+from .engine import Variant, run_chunk
 from .prepared_program import PreparedProgram
 from .sparse_rows import Delta, dense, lane_value
 
@@ -36,8 +37,8 @@ from .sparse_rows import Delta, dense, lane_value
 def with_metric(record: Record, metric: Record) -> Record:
     """The record of a program that goes on to compute the metric."""
     graph, more = record.graph, metric.graph
-    outputs = dict(walk(graph.output, keyed))
-    known = {ref.node: outputs[path[2:]] for path, ref in walk(more.inputs, keyed) if type(ref) is Ref}
+    outputs = dict(walk(graph.output, keyed_items))
+    known = {ref.node: outputs[path[2:]] for path, ref in walk(more.inputs, keyed_items) if type(ref) is Ref}
     names = {node.name: f"metric.{node.name}" for node in more.nodes if node.name not in known}
 
     def renamed(leaf: Any) -> Any:
@@ -47,7 +48,7 @@ def with_metric(record: Record, metric: Record) -> Record:
 
     added = [_renamed(node, names[node.name], renamed) for node in more.nodes if not isinstance(node, Input)]
     joined = require_lawful(
-        evolve(graph, nodes=(*graph.nodes, *added), output=remake(more.output, renamed), changes=())
+        evolve(graph, nodes=(*graph.nodes, *added), output=map_leaves(more.output, renamed), changes=())
     )
     values = dict(record.values)
     values.update({renamed(ref): tensor for ref, tensor in metric.values.items() if ref.node in names})
@@ -60,12 +61,12 @@ def with_metric(record: Record, metric: Record) -> Record:
 def _renamed(node: Node, name: str, renamed: Any) -> Node:
     if not isinstance(node, Call):
         return evolve(node, name=name)
-    return remade(
+    return with_leaves(
         node,
         renamed,
         name=name,
-        returns=remake(node.returns, renamed),
-        result=remake(node.result, renamed),
+        returns=map_leaves(node.returns, renamed),
+        result=map_leaves(node.result, renamed),
         draws=None if node.draws is None else f"metric.{node.draws}",
         follows=None if node.draws is None else f"metric.{node.follows or 'start'}",
         through=tuple([f"metric.{inner}" for inner in node.through]),
@@ -135,7 +136,7 @@ PATIENCE = 2.0  # seconds before a bar is shown that was not asked for
 
 
 @contextmanager
-def bar(total: int, wanted: bool | None, unit: str = "variant") -> Iterator[Callable[[int], None]]:
+def progress_bar(total: int, wanted: bool | None, unit: str = "variant") -> Iterator[Callable[[int], None]]:
     """`tick(n)`: n more are done. `wanted` None: a bar on a terminal or in a notebook if it takes long."""
     if wanted is False or (wanted is None and not _is_interactive()):
         yield lambda count: None
@@ -183,12 +184,12 @@ class Batch:
 
     @property
     def plan(self) -> Plan:
-        return plan(self.program, self.variants, self.memory)
+        return sweep_plan(self.program, self.variants, self.memory)
 
     def run(self, tick: Callable[[int], None]) -> Iterator[tuple[list[int], dict[Ref, Delta]]]:
         """Pass by pass: its variants, and where the output differs. Those that left the recorded path are left out."""
         for chunk in chunks(self.program, self.variants, self.memory):
-            found = run(self.program, chunk, self.departures.__setitem__)
+            found = run_chunk(self.program, chunk, self.departures.__setitem__)
             yield [variant.number for variant in chunk], found
             tick(len(chunk))
 
@@ -284,3 +285,115 @@ class TensorSlot:
     """The place of a tensor in a tree."""
 
     number: int
+
+
+VALUE_BYTES = 16e6  # of the largest value of one pass, all its variants together
+PASS_BYTES = 2e9  # of all values that live at once
+
+
+@frozen
+class Plan:
+    """What a sweep will cost, beforehand. `forwards` is an upper bound: equal rows are found only on the way."""
+
+    variants: int
+    passes: int
+    largest_pass: int  # variants in one pass
+    forwards: float  # in plain runs of the program
+    peak_bytes: int  # of the values that one pass holds at once
+    loop_forwards: float  # what replaying one by one from each change would cost
+
+    def __str__(self) -> str:
+        cost = f"at most {self.forwards:.3g} forwards ({self.loop_forwards:.3g} one by one)"
+        count = "1 pass" if self.passes == 1 else f"{self.passes} passes"
+        passes = f"{self.variants} variants in {count} of up to {self.largest_pass}"
+        return f"{passes}: {cost}, {self.peak_bytes / 1e6:.3g} MB at a time"
+
+
+def chunks(program: PreparedProgram, variants: Sequence[Variant], memory: float | None) -> list[list[Variant]]:
+    """The variants, ordered by their first change, in passes."""
+    largest, live = value_sizes(program)
+    found: list[list[Variant]] = []
+    for variant in sorted(variants, key=lambda variant: variant.first):
+        if found and len(found[-1]) < _capacity(largest, live, found[-1][0].first, memory):
+            found[-1].append(variant)
+        else:
+            found.append([variant])
+    return found
+
+
+def _capacity(largest: list[float], live: list[float], first: int, memory: float | None) -> int:
+    return max(1, int(min(VALUE_BYTES / max(largest[first], 1.0), (memory or PASS_BYTES) / max(live[first], 1.0))))
+
+
+def value_sizes(program: PreparedProgram) -> tuple[list[float], list[float]]:
+    """For each position: the bytes of the largest value from there on, and the most bytes alive at once."""
+    if program.sizes is None:
+        program.sizes = _sizes(program)
+    return program.sizes
+
+
+def _sizes(program: PreparedProgram) -> tuple[list[float], list[float]]:
+    cone = program.cone(program.prepared)
+    dying = program.deaths(cone)
+    graph = program.graph
+    gives: dict[int, float] = {}
+    alive, peaks = 0.0, {}
+    held: dict[int, float] = {}
+    for position in cone:
+        slots = program.gives(position)
+        for slot in slots:
+            held[slot] = read_bytes(program, slot)
+        gives[position] = max([held[slot] for slot in slots], default=0.0)
+        alive += sum(held[slot] for slot in slots)
+        peaks[position] = alive
+        alive -= sum(held.pop(slot, 0.0) for slot in dying.get(position, ()))
+    largest, live = [0.0] * (len(graph) + 1), [0.0] * (len(graph) + 1)
+    for position in range(len(graph) - 1, -1, -1):
+        largest[position] = max(largest[position + 1], gives.get(position, 0.0))
+        live[position] = max(live[position + 1], peaks.get(position, 0.0))
+    return largest, live
+
+
+def read_bytes(program: PreparedProgram, slot: int) -> float:
+    """The bytes of a value that anybody reads."""
+    if slot not in program.wanted:
+        return 0.0
+    value, rows = program.values[slot], program.wanted[slot]
+    part = 1.0 if rows is None else len(rows[1]) / max(value.shape[rows[0]], 1)
+    return value.numel() * value.itemsize * part
+
+
+def sweep_plan(program: PreparedProgram, variants: Sequence[Variant], memory: float | None) -> Plan:
+    """What the variants will cost."""
+    made = chunks(program, variants, memory)
+    _, live = value_sizes(program)
+    graph = program.graph
+    costs = [work(program, position) if isinstance(node, Call) else 0.0 for position, node in enumerate(graph.nodes)]
+    whole = max(sum(costs), 1e-12)
+    after: dict[tuple[int, ...], tuple[float, float]] = {}
+    at_once = alone = 0.0
+    for variant in variants:
+        key = tuple(sorted({position for position, _ in variant.changes}))
+        if key not in after:
+            cone = [position for position in program.cone(key) if position not in key]
+            read = sum(costs[position] * _read_part(program, position) for position in cone)
+            after[key] = read / whole, sum(costs[position] for position in cone) / whole
+        at_once, alone = at_once + after[key][0], alone + after[key][1]
+    widest = max(made, key=len) if made else []
+    peak = max((len(chunk) * live[chunk[0].first] for chunk in made), default=0.0)
+    return Plan(len(variants), len(made), len(widest), at_once, int(peak), alone)
+
+
+def _read_part(program: PreparedProgram, position: int) -> float:
+    """The share of what a node gives that is read."""
+    rows = program.demanded(program.step(position))
+    if rows is None:
+        return 1.0
+    return len(rows[1]) / max(program.step(position).results[0].shape[rows[0]], 1)
+
+
+def work(program: PreparedProgram, position: int) -> float:
+    """Seconds that a node takes, roughly: 3 us, its multiplications at 30 a nanosecond, its bytes at 5."""
+    step = program.step(position)
+    read = sum(value.numel() * value.itemsize for value in (*step.recorded, *step.results))
+    return 3e-6 + 2 * step.multiplications / 3e10 + read / 5e9

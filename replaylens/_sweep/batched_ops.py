@@ -15,7 +15,7 @@ import torch
 from attrs import define, evolve, field
 
 from .._ir.node import Call, Context, Ref, TensorSpec, refs_in
-from .._ir.ops import Quirk, info
+from .._ir.ops import Quirk, op_info
 from .._ir.runtime import alias
 from .._ir.target import Target
 from .._ir.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
@@ -25,8 +25,8 @@ from .._ir.write import Write, original_call
 from .._replay.compile import AS_RECORDED, caller
 from .._replay.guards import Departure
 from .._replay.interpreter import modes
-from .alignment import Alignment, candidates, close, only_moves, proves
-from .sparse_rows import Delta, dense, rows_of, stacked, together
+from .alignment import Alignment, candidates, close_across_batches, is_proved, only_moves
+from .sparse_rows import Delta, dense, on_common_pairs, rows_of, stacked
 
 Tensor = torch.Tensor
 MAX_PROBED = 4_000_000  # numbers: a larger value is taken as it was recorded when a call is tried
@@ -119,8 +119,8 @@ class BatchedOp:
         if align not in signature.alignments:
             return False
         with modes(_without_gradients(self.node.context)):
-            run, is_pointwise = partial(self._run, align), lambda: info(signature.name).is_pointwise
-            found = proves(align, self.recorded, run, signature.largest_literal, is_pointwise) and (
+            run, is_pointwise = partial(self._run, align), lambda: op_info(signature.name).is_pointwise
+            found = is_proved(align, self.recorded, run, signature.largest_literal, is_pointwise) and (
                 not align.resizes or only_moves(align, self.recorded, self.call)
             )
         if found:
@@ -155,7 +155,7 @@ class BatchedOp:
 
     def by_rows(self, align: Alignment, deltas: Sequence[Delta | None]) -> list[Delta]:
         """The rows that differ, all in one call. The Deltas lie along the axes of the alignment."""
-        pairs, changed = together(deltas, self.recorded)
+        pairs, changed = on_common_pairs(deltas, self.recorded)
         if not len(pairs):
             return []
         values = [
@@ -166,13 +166,13 @@ class BatchedOp:
         if self.is_single:
             axis = align.outputs[0]
             if result.dim() != self.results[0].dim() or result.shape[axis] != len(pairs):
-                raise NotAlike
+                raise RowsDiffer
             return [Delta(axis, pairs, result)]
         found = self.parts(result)
         count = len(pairs)
         for new, result, axis in zip(found, self.results, align.outputs, strict=True):
             if new.dim() != result.dim() or new.shape[axis] != count:
-                raise NotAlike
+                raise RowsDiffer
         return [Delta(axis, pairs, data) for data, axis in zip(found, align.outputs, strict=True)]
 
     def _resized(self, values: Sequence[Tensor], align: Alignment, rows: int | None) -> Any:
@@ -186,7 +186,7 @@ class BatchedOp:
         stacks = [
             None if delta is None else dense(delta, value) for delta, value in zip(deltas, self.recorded, strict=True)
         ]
-        pairs, changed = together(stacks, self.recorded)
+        pairs, changed = on_common_pairs(stacks, self.recorded)
         lanes = pairs.lanes
         if self._allows_vmap() and self._is_vmappable(changed):
             try:
@@ -199,7 +199,7 @@ class BatchedOp:
     def _allows_vmap(self) -> bool:
         """False for draws, shapes that contents decide, gradients inside, and operations whose vmap rule is wrong."""
         node = self.node
-        is_wrong = info(original_call(node).target).has(Quirk.WRONG_UNDER_VMAP)
+        is_wrong = op_info(original_call(node).target).has(Quirk.WRONG_UNDER_VMAP)
         return node.draws is None and not node.is_dynamic and not node.through and not is_wrong
 
     def _is_vmappable(self, changed: Sequence[Tensor | None]) -> bool:
@@ -220,7 +220,7 @@ class BatchedOp:
             found = self._under_vmap(copies, 2)
             wholes = zip(*[self.parts(self.call(values)) for values in (one, other)], strict=True)
             return all(
-                close(new[0], first) and close(new[1], second)
+                close_across_batches(new[0], first) and close_across_batches(new[1], second)
                 for new, (first, second) in zip(found, wholes, strict=True)
             )
         except Exception:  # no rule for it: the loop is always right
@@ -243,13 +243,13 @@ class BatchedOp:
         def once(values: Sequence[Tensor]) -> list[Tensor]:
             return self.parts(self.call(values))
 
-        return batched(once, changed, self.recorded, count)
+        return under_vmap(once, changed, self.recorded, count)
 
     def _one_by_one(self, changed: Sequence[Tensor | None], lanes: tuple[int, ...]) -> list[Delta]:
         rows = []
         for number in range(len(lanes)):
             values = [
-                value if data is None else laid_like(data[number], value)
+                value if data is None else with_layout_of(data[number], value)
                 for data, value in zip(changed, self.recorded, strict=True)
             ]
             rows.append(self.parts(self.call(values)))
@@ -278,7 +278,7 @@ def _random(value: Tensor, generator: torch.Generator, scale: float) -> Tensor:
     return (torch.complex(made, made * made) if value.is_complex() else made).to(value)
 
 
-def laid_like(tensor: Tensor, recorded: Tensor) -> Tensor:
+def with_layout_of(tensor: Tensor, recorded: Tensor) -> Tensor:
     """The tensor in the recorded memory layout: random draws, for one, follow it."""
     if tensor.stride() == recorded.stride() or not recorded.numel() or 0 in recorded.stride():
         return tensor
@@ -286,11 +286,11 @@ def laid_like(tensor: Tensor, recorded: Tensor) -> Tensor:
     return made.copy_(tensor)
 
 
-class NotAlike(Exception):
+class RowsDiffer(Exception):
     """A call did not treat rows alike after all."""
 
 
-class Departed(Exception):
+class ShapesDeparted(Exception):
     """Some variants give another shape than the recorded one."""
 
     def __init__(self, departures: dict[int, Departure]) -> None:
@@ -305,14 +305,14 @@ def _stacked(node: Call, lanes: tuple[int, ...], values: tuple[Tensor, ...], rec
         if value.shape != recorded.shape
     }
     if others:
-        raise Departed(others)
+        raise ShapesDeparted(others)
     return stacked(lanes, torch.stack(values))
 
 
 _IS_RAW = None not in (vmap_begins, vmap_ends, add_batch, remove_batch)
 
 
-def batched(
+def under_vmap(
     function: Callable[[Sequence[Tensor]], list[Tensor]],
     changed: Sequence[Tensor | None],
     others: Sequence[Tensor],
@@ -341,7 +341,7 @@ _SIGNATURES: dict[Any, CallSignature] = {}
 _ALIAS = Target.of(alias).name
 
 
-def step_of(
+def batched_op(
     node: Call,
     slot: dict[Ref, int],
     values: Sequence[Tensor],
@@ -400,7 +400,7 @@ def _signature_of(
     except TypeError:  # a literal that cannot be hashed
         key, known = None, None
     if known is None:
-        name = node.target.short.strip("_") if is_torchs(node.target.name) else ""
+        name = node.target.short.strip("_") if is_torch_op(node.target.name) else ""
         unread = _shape_only(name, where)
         found = candidates(node, name, recorded, results, unread)
         given = leaves((node.args, node.kwargs))
@@ -414,7 +414,7 @@ def _signature_of(
 
 def _shape_only(name: str, where: tuple[int, ...]) -> frozenset[int]:
     """The values of which only shape, dtype or device are read, wherever they stand."""
-    op = info(name)
+    op = op_info(name)
     if op.reads_shape_of_first:
         free = {0}  # what they fill with, and sizes that are tensors, are read
     elif op.reads_shape_of_second:
@@ -442,7 +442,7 @@ def _signature_key(tree: Any, met: Iterator[TensorSpec]) -> Any:
     return kind, tree
 
 
-def is_torchs(name: str) -> bool:
+def is_torch_op(name: str) -> bool:
     """True for torch's own operations. Others may share their names, and mean something else."""
     if name.startswith("torch.ops."):
         return name.startswith(("torch.ops.aten.", "torch.ops.prims."))

@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from .._ir.copies import in_layout
+from .._ir.memory import with_strides
 from .._ir.node import Context, Guard, Input, Ref, filled, refs_in
-from .._replay.flag_guards import OuterModes, ReplacedValues, is_like_an_input
+from .._replay.flag_guards import OuterModes, ReplacedValues, has_input_attributes
 from .._replay.guards import Departure, departure
-from .._replay.interpreter import modes, recorded_world
+from .._replay.interpreter import modes, recorded_environment
 from .._replay.layout_guards import geometry, layout_departures
 from .._replay.request import Change
 from .alignment import Alignment
-from .batched_ops import BatchedOp, Departed, NotAlike
-from .demand import Rows, taking
-from .prepared_program import WORTH_PACKING, PreparedProgram
-from .sparse_rows import Delta, Pairs, chosen, folded, joined, kept, lane_value, packed, stacked, without
+from .batched_ops import BatchedOp, RowsDiffer, ShapesDeparted
+from .prepared_program import WORTH_PACKING, PreparedProgram, Rows, row_view
+from .sparse_rows import Delta, Pairs, chosen, folded, joined, lane_value, marked_pairs, packed, stacked, without_lanes
 
 Tensor = torch.Tensor
 Deltas = Sequence[Delta | None]
@@ -55,13 +54,13 @@ class Strategy:
     fits: bool
 
 
-def run(
+def run_chunk(
     program: PreparedProgram, variants: Sequence[Variant], departed: Callable[[int, Departure], None]
 ) -> dict[Ref, Delta]:
     """The ends' values of these variants, where they differ from the recorded ones. Variants that leave the recorded
     path are reported, and dropped.
     """
-    with torch.no_grad(), recorded_world(program.draws, program.graph):
+    with torch.no_grad(), recorded_environment(program.draws, program.graph):
         return _Chunk(program, variants, departed).run()
 
 
@@ -126,7 +125,7 @@ class _Chunk:
                 found, at_once = step.whole(deltas)
                 if not at_once:
                     self.program.alone[step.node.name] = step.node.kind
-        except Departed as error:
+        except ShapesDeparted as error:
             self._drop(error.departures, error.departures.__getitem__)
             self._execute(step)
             return
@@ -181,7 +180,7 @@ class _Chunk:
     def _by_rows(self, step: BatchedOp, align: Alignment, deltas: Deltas) -> list[Delta] | None:
         try:
             return step.by_rows(align, deltas)
-        except NotAlike:
+        except RowsDiffer:
             step.refute(align)
             return None
 
@@ -251,10 +250,10 @@ class _Chunk:
     def _row_view(self, step: BatchedOp, deltas: Deltas) -> list[Delta] | None:
         """A view of one row, taken of that row alone, which is a whole value afterwards."""
         delta = deltas[0]
-        if delta is None or delta.axis is None or delta.is_dense or (at := taking(step, delta.axis)) is None:
+        if delta is None or delta.axis is None or delta.is_dense or (at := row_view(step, delta.axis)) is None:
             return None
         row, take = at
-        some = kept(delta, delta.pairs.rows == row)
+        some = marked_pairs(delta, delta.pairs.rows == row)
         if not len(some.pairs):
             return []
         return [stacked(some.pairs.lanes, take(some.data.movedim(some.axis or 0, 0)))]
@@ -284,7 +283,7 @@ class _Chunk:
                 if axis is not None:
                     fresh = packed(fresh, axis, recorded) if program.packs else folded(fresh, axis, recorded)
             old, self.env[slot] = self.env[slot], None
-            left = without(old, lanes) if old is not None else None
+            left = without_lanes(old, lanes) if old is not None else None
             self._keep(slot, fresh if left is None else joined(left, fresh, recorded), recorded)
 
     def _changed(self, lane: int, change: Change) -> list[tuple[int, Tensor]]:
@@ -292,7 +291,7 @@ class _Chunk:
             slot = self.program.slot[change.tree]
             value = self._value(slot, lane)
             if self.program.graph.asked:  # how it lies, too: a function of the user's is given it as it lay
-                return [(slot, change.make(in_layout(value, self.program.meanings[slot].strides)))]
+                return [(slot, change.make(with_strides(value, self.program.meanings[slot].strides)))]
             new = change.free(value)
             if not isinstance(new, Tensor) or new.shape != value.shape or new.dtype != value.dtype:
                 new = change.make(value)  # raises, and says what is wrong
@@ -307,7 +306,7 @@ class _Chunk:
         input for.
         """
         has_attributes = bool(vars(new)) or bool(self.program.graph.literals)
-        own, known = is_like_an_input(new) or has_attributes, self.program.values[slot]
+        own, known = has_input_attributes(new) or has_attributes, self.program.values[slot]
         if (new.is_conj(), new.is_neg()) != (known.is_conj(), known.is_neg()):  # stacked, variants have no such marks
             return Departure("the mark of a conjugate or negative of a patched value", "one", "another")
         lies = geometry if self.program.graph.asked else Tensor.stride
@@ -341,7 +340,7 @@ class _Chunk:
             self.departed(lane, why(lane))
         self.dropped |= dropped
         if dropped:
-            self.env = [None if delta is None else without(delta, dropped) for delta in self.env]
+            self.env = [None if delta is None else without_lanes(delta, dropped) for delta in self.env]
 
 
 def _modes_of(context: Context) -> Any:

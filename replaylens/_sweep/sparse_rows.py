@@ -52,7 +52,7 @@ class Pairs:
     def code(self) -> Tensor:
         if self.codes is not None:
             return self.codes
-        first = numbers(self.whole or (), self.device) * self.count
+        first = index_tensor(self.whole or (), self.device) * self.count
         return (first[:, None] + torch.arange(self.count, device=self.device)).flatten()
 
     @cached_property
@@ -124,7 +124,7 @@ def dense(delta: Delta, recorded: Tensor, scratch: Scratch | None = None) -> Del
     if pairs.is_whole:
         return stacked(lanes, _unfolded(delta.data, axis, len(lanes), pairs.count))
     data = (scratch or Scratch()).copies(recorded, len(lanes))
-    places = torch.searchsorted(numbers(lanes, recorded.device), pairs.variants)
+    places = torch.searchsorted(index_tensor(lanes, recorded.device), pairs.variants)
     data.movedim(axis + 1, 1).index_put_((places, pairs.rows), delta.data.movedim(axis, 0))
     return stacked(lanes, data)
 
@@ -151,13 +151,13 @@ def packed(delta: Delta, axis: int, recorded: Tensor, rows: Sequence[int] | None
     """Only the rows along an axis that differ from the recorded ones, of the `rows` that anybody reads."""
     whole = dense(delta, recorded)
     data = whole.data.movedim(axis + 1, 1)
-    where = None if rows is None else numbers(rows, recorded.device)
+    where = None if rows is None else index_tensor(rows, recorded.device)
     mine = recorded.movedim(axis, 0)
     if where is not None:
         data, mine = data.index_select(1, where), mine.index_select(0, where)
     differs = bits(data) != bits(mine)
     marks = differs.flatten(2).any(2) if differs.dim() > 2 else differs
-    lanes = numbers(whole.pairs.lanes, data.device)
+    lanes = index_tensor(whole.pairs.lanes, data.device)
     at = marks.nonzero()
     found = at[:, 1] if where is None else where[at[:, 1]]
     pairs = Pairs(recorded.shape[axis], None, lanes[at[:, 0]] * recorded.shape[axis] + found)
@@ -166,20 +166,20 @@ def packed(delta: Delta, axis: int, recorded: Tensor, rows: Sequence[int] | None
 
 def chosen(delta: Delta, axis: int, recorded: Tensor, rows: Sequence[int]) -> Delta:
     """Some rows along an axis, of every variant that has them."""
-    where = numbers(rows, recorded.device)
+    where = index_tensor(rows, recorded.device)
     if delta.axis == axis:
-        return kept(delta, torch.isin(delta.pairs.rows, where))
+        return marked_pairs(delta, torch.isin(delta.pairs.rows, where))
     whole = dense(delta, recorded)
     lanes, count = whole.pairs.lanes, recorded.shape[axis]
     data = whole.data.index_select(axis + 1, where)
-    code = (numbers(lanes, recorded.device)[:, None] * count + where).flatten()
+    code = (index_tensor(lanes, recorded.device)[:, None] * count + where).flatten()
     data = (data if axis == 0 else data.movedim(0, axis)).reshape(
         *recorded.shape[:axis], len(lanes) * len(rows), *recorded.shape[axis + 1 :]
     )
     return Delta(axis, Pairs(count, None, code), data)
 
 
-def kept(delta: Delta, marks: Tensor) -> Delta:
+def marked_pairs(delta: Delta, marks: Tensor) -> Delta:
     """Only the marked pairs."""
     assert delta.axis is not None
     if bool(marks.all()):
@@ -190,7 +190,7 @@ def kept(delta: Delta, marks: Tensor) -> Delta:
     )
 
 
-def without(delta: Delta, lanes: Iterable[int]) -> Delta | None:
+def without_lanes(delta: Delta, lanes: Iterable[int]) -> Delta | None:
     """The same without some variants; None if nothing is left."""
     dropped, pairs = set(lanes), delta.pairs
     if min(dropped) > pairs.lanes[-1] or not dropped & set(pairs.lanes):
@@ -200,15 +200,15 @@ def without(delta: Delta, lanes: Iterable[int]) -> Delta | None:
         if not left:
             return None
         names = tuple([pairs.lanes[number] for number in left])
-        where, axis = numbers(left, delta.data.device), delta.axis
+        where, axis = index_tensor(left, delta.data.device), delta.axis
         if axis is None:
             return stacked(names, delta.data.index_select(0, where))
         rows = _unfolded(delta.data, axis, len(pairs.lanes), pairs.count).index_select(0, where)
         shape = (*delta.data.shape[:axis], len(left) * pairs.count, *delta.data.shape[axis + 1 :])
         data = (rows if axis == 0 else rows.movedim(0, axis)).reshape(shape)
         return Delta(axis, Pairs(pairs.count, names, device=data.device), data)
-    marks = ~torch.isin(pairs.variants, numbers(sorted(dropped), delta.data.device))
-    return kept(delta, marks) if bool(marks.any()) else None
+    marks = ~torch.isin(pairs.variants, index_tensor(sorted(dropped), delta.data.device))
+    return marked_pairs(delta, marks) if bool(marks.any()) else None
 
 
 def joined(one: Delta, other: Delta, recorded: Tensor) -> Delta:
@@ -233,11 +233,13 @@ def joined(one: Delta, other: Delta, recorded: Tensor) -> Delta:
 def _in_order(axis: int | None, lanes: tuple[int, ...], count: int, data: Tensor) -> Delta:
     order = sorted(range(len(lanes)), key=lanes.__getitem__)
     names = tuple([lanes[number] for number in order])
-    rows = (numbers(order, data.device)[:, None] * count + torch.arange(count, device=data.device)).flatten()
+    rows = (index_tensor(order, data.device)[:, None] * count + torch.arange(count, device=data.device)).flatten()
     return Delta(axis, Pairs(count, names, device=data.device), data.index_select(axis or 0, rows))
 
 
-def together(deltas: Sequence[Delta | None], recorded: Sequence[Tensor | None]) -> tuple[Pairs, list[Tensor | None]]:
+def on_common_pairs(
+    deltas: Sequence[Delta | None], recorded: Sequence[Tensor | None]
+) -> tuple[Pairs, list[Tensor | None]]:
     """The union of the pairs of several Deltas, and the rows of each for all these pairs: its own or the recorded
     ones.
 
@@ -318,6 +320,6 @@ def bits(tensor: Tensor) -> Tensor:
     )
 
 
-def numbers(values: Sequence[int], device: torch.device | str) -> Tensor:
+def index_tensor(values: Sequence[int], device: torch.device | str) -> Tensor:
     """Indices as a tensor."""
     return torch.tensor(values, dtype=torch.long, device=device)

@@ -16,36 +16,36 @@ from attrs import define, field, frozen
 from .._edit.patch import keeps_layout
 from .._ir.equality import same_content
 from .._ir.graph import Graph
+from .._ir.interrupts import restoring_modes
 from .._ir.label import Label
+from .._ir.memory import version_of
 from .._ir.node import Call, Input, refs_in
-from .._ir.ops import Quirk, info
-from .._ir.runtime import looks_at_memory
-from .._ir.shared_memory import version_of
+from .._ir.ops import Quirk, op_info
+from .._ir.runtime import addresses_memory
 from .._ir.trees import freeze_deep, thaw
 from .._ir.value_source import Unpickled
-from .._ir.world import restoring
 from .._ir.write import Write
 from .._replay.alias_analysis import detached_views
-from .._replay.flag_guards import heeded
-from .._replay.guards import diverged
+from .._replay.flag_guards import guarded_changes
+from .._replay.guards import diverged_error
 from .._replay.record import Cache, Record
-from .._replay.replay import led_astray
+from .._replay.replay import hazards_of_changes
 from .._replay.request import Change
 from .._replay.resolve_patches import Changes
 from .._replay.supply import Run
 from ..errors import CaptureError, DivergedReplay, ReplaylensError
 from .batch_runner import (
     Batch,
+    Plan,
     Replays,
     as_tensors,
-    bar,
+    progress_bar,
     stacked_results,
     variants_of,
     why_impure,
     with_fixed_masks,
     with_metric,
 )
-from .chunks import Plan
 
 Metric = Callable[[Any], Any]
 _ALONE: Cache[None, str] = Cache()  # why nothing can go at once; empty where it can
@@ -73,16 +73,18 @@ class BatchedSweep:
         graph = self.record.graph
         why = _ALONE.get(self.record, None)
         if why is None:
-            why = _ALONE.put(self.record, None, shares_nothing(graph) or _why_subclass(self.record))
+            why = _ALONE.put(self.record, None, why_unbatchable(graph) or _why_subclass(self.record))
         if why:
             self.notes.append(f"everything: {why}")
             self.unbatchable = frozenset(range(len(self.keys)))
         self.unbatchable |= _asked_of(graph, self.changes)
         if aliased := [call for call in graph.calls if call.through or isinstance(call, Write)]:
-            self._exclude([n for n, each in enumerate(self.changes) if not can_share(graph, aliased, each)], _ALIASED)
+            self._exclude(
+                [n for n, each in enumerate(self.changes) if not is_batchable(graph, aliased, each)], _ALIASED
+            )
         self._exclude_above([call.name for call in graph.told], _ASKS_GRAD)
         self._exclude_above(_quantized(graph), _QUANTIZED)
-        self.unbatchable |= {n for n, each in enumerate(self.changes) if any(led_astray(graph, each))}
+        self.unbatchable |= {n for n, each in enumerate(self.changes) if any(hazards_of_changes(graph, each))}
         if graph.shifts:
             self._exclude([n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)], _SHIFTING)
         whole = self._with_metric() if self.metric is not None else self.record
@@ -109,10 +111,10 @@ class BatchedSweep:
         """The program with the metric, if that is nothing but tensor operations."""
         assert self.metric is not None
         try:
-            made = self.capture(self.metric, apart(self.output))
+            made = self.capture(self.metric, copied_output(self.output))
             why = (
                 why_impure(made.graph)
-                or shares_nothing(made.graph)
+                or why_unbatchable(made.graph)
                 or _why_subclass(made)
                 or _why_quantized(made.graph)
             )
@@ -165,7 +167,7 @@ class BatchedSweep:
         except DivergedReplay as error:
             if suspected is None:
                 raise
-            raise diverged(suspected, f"in the variant {self.keys[number]!r}, ") from error
+            raise diverged_error(suspected, f"in the variant {self.keys[number]!r}, ") from error
         if run.departures:
             self.batch.departures[number] = run.departures[0]
         return self._measured(run.output)
@@ -179,7 +181,7 @@ class BatchedSweep:
 
     def _measured(self, output: Any) -> Any:
         with torch.no_grad():
-            return output if self.metric is None else self.metric(apart(output))
+            return output if self.metric is None else self.metric(copied_output(output))
 
     def _replays(self, values: Any, baseline: Any) -> Replays:
         names = dict.fromkeys(Label.of(name).layer for name in self.batch.program.alone)
@@ -242,7 +244,7 @@ def _asked_of(graph: Graph, changes: Sequence[Changes]) -> frozenset[int]:
     """
     places = {position for each in changes for position in each}
     needed = graph.marked_ancestors([ref.node for ref in graph.wanted_refs])
-    only = {position for position in heeded(graph, places) if not needed[position]}
+    only = {position for position in guarded_changes(graph, places) if not needed[position]}
     flags = [guard for guard in graph.asked if guard.kind == "flags" and guard.refs]
     catches = bool(graph.catches and graph.asked)
     above = graph.marked_ancestors([ref.node for guard in flags for ref in guard.refs])
@@ -260,20 +262,20 @@ def _keeps_flags(change: Change) -> bool:
     return change.follows and keeps_layout(change.what) and not any(tensor.requires_grad for tensor in change.holds)
 
 
-def shares_nothing(graph: Graph) -> str:
+def why_unbatchable(graph: Graph) -> str:
     """Why nothing of this program can be batched; empty if something can."""
     for call in graph.calls:
         for function in call.functions:
-            if looks_at_memory(function):
+            if addresses_memory(function):
                 return f"{call.name} looks at memory by its geometry"
-            if info(function).has(Quirk.CALLBACK):
+            if op_info(function).has(Quirk.CALLBACK):
                 return f"{call.name} calls Python for every number"
         if any(meaning.strides is None for meaning in call.meaning):
             return f"{call.name} gives a tensor that is not dense"
     return ""
 
 
-def can_share(graph: Graph, aliased: Sequence[Call], changes: Changes) -> bool:
+def is_batchable(graph: Graph, aliased: Sequence[Call], changes: Changes) -> bool:
     """True if a variant can be batched. False where a call must know its patches: one that takes a gradient through
     patched values, or that writes through a view which a patch detaches from its base.
     """
@@ -296,7 +298,7 @@ _ASKS_GRAD = "a custom function behind it asks whether gradients are needed, and
 _ALIASED = "patched there, a gradient that the model takes itself changes, or a view is detached from its base"
 
 
-def apart(output: Any) -> Any:
+def copied_output(output: Any) -> Any:
     """A copy of the output in its own memory: a metric may write to it, and may keep the recorded one besides."""
     return thaw(freeze_deep(output, lambda tensor: tensor.detach().clone()), lambda leaf: leaf)
 
@@ -331,5 +333,5 @@ class PendingSweep(Unpickled):
 
     def run(self, progress: bool | None = None) -> Replays:
         """Runs them. A progress bar shows if it takes long and tqdm is installed."""
-        with bar(len(self.sweep.keys), progress) as tick:
-            return restoring(lambda: self.sweep.run(self.on_divergence, tick))
+        with progress_bar(len(self.sweep.keys), progress) as tick:
+            return restoring_modes(lambda: self.sweep.run(self.on_divergence, tick))

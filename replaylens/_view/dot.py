@@ -20,7 +20,7 @@ from .._ir.node import TensorSpec
 from .._layers.format import format_bytes
 from ..errors import CannotDraw
 from .scene import Arrow, Frame, Glyph, Scene, bytes_of
-from .theme import THEMES, Theme, attributes, colour, ink
+from .theme import THEMES, Theme, attributes, colour, readable_on
 
 Labels = Callable[[Glyph], Any]
 LEFT = '<BR ALIGN="LEFT"/>'
@@ -28,7 +28,7 @@ Styles = Callable[[Glyph], Mapping[str, Any] | None]
 
 
 @frozen
-class Writer:
+class DotWriter:
     """Writes scenes with a theme, a direction of data flow, and a user's labels and attributes."""
 
     theme: Theme
@@ -69,7 +69,7 @@ class Writer:
         small = self.theme.faint
         if glyph.value is not None and scene.span is not None:
             fill = colour(self.theme.scale, glyph.value, scene.span)
-            small = ink(fill)
+            small = readable_on(fill)
             found |= {"fillcolor": fill, "fontcolor": small}
         found = {"label": self._label(glyph, scene, small), **found}
         if glyph.source:
@@ -88,7 +88,7 @@ class Writer:
 
     def _arrow(self, arrow: Arrow, scene: Scene) -> str:
         found = attributes(self.theme.arrow, self.theme.arrows, arrow.roles)
-        words = [*(["<B>IF</B>"] if "if" in arrow.roles else []), *map(html.escape, words_of(arrow, scene))]
+        words = [*(["<B>IF</B>"] if "if" in arrow.roles else []), *map(html.escape, words_at(arrow, scene))]
         if words:
             found["label"] = _Html(f"<{'<BR/>'.join(f' {word} ' for word in words)}>")
         ends = [quoted(arrow.tail), quoted(arrow.head)]
@@ -122,11 +122,11 @@ def lines_of(glyph: Glyph, within: int = 1) -> list[str]:
     return [row for row in (*rows, glyph.note, value) if row]
 
 
-def words_of(arrow: Arrow, scene: Scene) -> list[str]:
+def words_at(arrow: Arrow, scene: Scene) -> list[str]:
     """The words at an arrow: its argument position, and the turns that it holds for."""
     tail, head = scene.by_key[arrow.tail], scene.by_key[arrow.head]
     for within in scene.repetitions(scene.common_frame(tail.frame, head.frame)):
-        left, entered = in_one(arrow.leaves, tail.times, within), in_one(arrow.enters, head.times, within)
+        left, entered = turns_of_one(arrow.leaves, tail.times, within), turns_of_one(arrow.enters, head.times, within)
         if left is not None and entered is not None:
             break
     leaves = [f"Out {turns(left)}"] if left else []
@@ -134,7 +134,7 @@ def words_of(arrow: Arrow, scene: Scene) -> list[str]:
     return [*leaves, *arrow.parts, *enters, *([", ".join(arrow.places)] if arrow.places else []), *_some(arrow.note)]
 
 
-def in_one(numbers: tuple[int, ...], times: int, within: int) -> tuple[int, ...] | None:
+def turns_of_one(numbers: tuple[int, ...], times: int, within: int) -> tuple[int, ...] | None:
     """The turns within one repetition of the block around them; None if they differ between repetitions."""
     each = times // within
     inner = tuple(sorted({(number - 1) % each + 1 for number in numbers}))
@@ -237,7 +237,7 @@ def draw(scene: Scene, options: DrawOptions) -> graphviz.Source:
     """The picture, written to a file if there is a path, in the format of its suffix."""
     if options.direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, not {options.direction!r}.")
-    writer = Writer(_theme(options.theme), options.direction, _labels(options.labels), options.style)
+    writer = DotWriter(_theme(options.theme), options.direction, _labels(options.labels), options.style)
     source = graphviz.Source(writer.dot(scene))
     if options.path is not None:
         _save(source, Path(options.path), options.format)

@@ -21,8 +21,8 @@ from .._ir.trees import leaves
 from .._ir.util import cached_property
 from .._layers.index import LayerIndex
 from ..errors import NoSuchLayer
-from .layer_graph import DataLink, LayerGraph, LayerMark, common, layer_graph
-from .repeats import NOTHING, Band, Repeats, around, repeats
+from .layer_graph import LayerGraph, LayerLink, LayerMark, common_prefix, layer_graph
+from .repeats import NO_REPEATS, RepeatFrame, Repeats, frames_at_depth, repeats
 from .scene import NO_ROLES, Arrow, Frame, Glyph, Roles, Scene, Totals, bytes_of
 
 
@@ -59,7 +59,7 @@ class Grouping:
 
     @cached_property
     def repeats(self) -> Repeats:
-        return repeats(self.graph, self.drawn) if self.view.fold else NOTHING
+        return repeats(self.graph, self.drawn) if self.view.fold else NO_REPEATS
 
     @cached_property
     def of(self) -> dict[str, tuple[GroupKey, tuple[GroupKey, ...]]]:
@@ -83,11 +83,11 @@ class Grouping:
         models = self._framed(model.scopes)  # those of the first repetition, which is the one that is drawn
         bands = self.repeats.bands.get(mark.label, ())
         shift = len([scope for scope in mark.scopes if str(scope) not in self.drawn.single]) - len(scopes)
-        found = [_of_band(band) for band in around(bands, shift)]
+        found = [_of_band(band) for band in frames_at_depth(bands, shift)]
         for n, scope in enumerate(scopes):
             roles = frozenset({"repeat"}) if str(scope) in self.repeats.folded else NO_ROLES
             found.append(GroupKey(self._frame_key(models[: n + 1]), str(scope), models[n], roles))
-            found += [_of_band(band) for band in around(bands, shift + n + 1)]
+            found += [_of_band(band) for band in frames_at_depth(bands, shift + n + 1)]
         return tuple(found)
 
     def _framed(self, scopes: tuple[Scope, ...]) -> list[Scope]:
@@ -115,13 +115,13 @@ class Grouping:
         return frozenset([scope.address for mark in self.drawn.marks for scope in mark.scopes if scope.call > 1])
 
 
-def within(drawn: LayerGraph, module: str, index: LayerIndex) -> LayerGraph:
+def only_module(drawn: LayerGraph, module: str, index: LayerIndex) -> LayerGraph:
     """The layers inside of a module, and markers for those outside that it reads or that read it."""
     inside = {mark.label: mark for mark in drawn.marks if any(is_call_of(scope, module) for scope in mark.scopes)}
     if not inside:
         raise NoSuchLayer(f"no module {module!r} ran an operation.{index.nearest(module)}")
     marks: dict[str, LayerMark] = {}
-    links: list[DataLink] = []
+    links: list[LayerLink] = []
     for link in drawn.links:
         tail, head = link.tail in inside, link.head in inside
         if tail and head:
@@ -149,7 +149,7 @@ def is_call_of(scope: Scope, module: str) -> bool:
     return module in (scope.address, str(scope))
 
 
-def _of_band(band: Band) -> GroupKey:
+def _of_band(band: RepeatFrame) -> GroupKey:
     return GroupKey(band.key, band.turn, None, frozenset({"repeat"}))
 
 
@@ -158,7 +158,7 @@ def without_pass(label: str) -> str:
     return re.sub(r":\d+", "", label)
 
 
-OF_ALL: Roles = frozenset(
+ROLES_OF_ALL: Roles = frozenset(
     {"internal", "added", "removed", "before"}
 )  # roles that a group has only if all its members do
 
@@ -175,7 +175,7 @@ class _Group:
     @property
     def around(self) -> tuple[str, ...]:
         """The frames around all of it."""
-        return common([tuple([level.key for level in frames]) for frames in self.frames])
+        return common_prefix([tuple([level.key for level in frames]) for frames in self.frames])
 
     def add(self, level: GroupKey, frames: tuple[GroupKey, ...], mark: LayerMark) -> None:
         self.frames.append(frames)
@@ -184,7 +184,9 @@ class _Group:
         self.scope = self.scope or level.scope
 
 
-def scene(graph: Graph, index: LayerIndex, view: ViewOptions | None = None, drawn: LayerGraph | None = None) -> Scene:
+def scene_of(
+    graph: Graph, index: LayerIndex, view: ViewOptions | None = None, drawn: LayerGraph | None = None
+) -> Scene:
     """The picture of a program, from its LayerGraph `drawn` if that is given."""
     view = view or ViewOptions()
     if view.depth is not None and (type(view.depth) is not int or view.depth < 1):
@@ -195,7 +197,7 @@ def scene(graph: Graph, index: LayerIndex, view: ViewOptions | None = None, draw
         raise ValueError(f"module is the address of the module that is drawn alone, 'layer3', not {view.module!r}.")
     drawn = drawn or layer_graph(graph, index, view.buffers)
     if view.module is not None:
-        drawn = within(drawn, view.module, index)
+        drawn = only_module(drawn, view.module, index)
     return _SceneBuilder(graph, drawn, view).scene()
 
 
@@ -292,14 +294,14 @@ class _SceneBuilder:
         return Frame(level.key, name, kind, outer, len(turns), calls, level.roles)
 
     def _arrows(self) -> list[Arrow]:
-        found: dict[tuple[str, str], list[DataLink]] = {}
+        found: dict[tuple[str, str], list[LayerLink]] = {}
         for link in self.drawn.links:
             (tail, _), (head, _) = self.grouping.of[link.tail], self.grouping.of[link.head]
             if (tail.key, tail.turn) != (head.key, head.turn):
                 found.setdefault((tail.key, head.key), []).append(link)
         return [self._arrow(tail, head, links) for (tail, head), links in found.items()]
 
-    def _arrow(self, tail: str, head: str, links: list[DataLink]) -> Arrow:
+    def _arrow(self, tail: str, head: str, links: list[LayerLink]) -> Arrow:
         collapsed = self.groups[head].scope is not None
         return Arrow(
             tail=tail,
@@ -364,7 +366,7 @@ def _unique(words: Iterable[str]) -> tuple[str, ...]:
 
 def _group_roles(roles: list[Roles]) -> Roles:
     """The roles of a group: those of any member, but roles in OF_ALL only if all members have them."""
-    return frozenset().union(*roles) - (OF_ALL - frozenset.intersection(*roles))
+    return frozenset().union(*roles) - (ROLES_OF_ALL - frozenset.intersection(*roles))
 
 
 def _changed_role(roles: list[Roles]) -> Roles:

@@ -14,15 +14,15 @@ from attrs import frozen
 from .._ir.graph import Graph
 from .._ir.location import Location
 from .._ir.node import Call, Input, Node, Ref, Scope, State, TensorSpec, refs_in, specs_of, value_of
-from .._ir.ops import Quirk, of_kind
+from .._ir.ops import Quirk, op_info_of_kind
 from .._ir.trees import Branch
 from .._ir.util import cached_property
 from .._ir.write import Write, original_call
-from .._layers.conditionals import Conditionals
 from .._layers.index import LayerIndex
+from .._layers.program_facts import Conditionals
 from .scene import NO_ROLES, Roles
 
-IN_PLACE = ("was ", "reads ")  # descriptions of edits that modify a call and add none
+MODIFYING_EDITS = ("was ", "reads ")  # descriptions of edits that modify a call and add none
 
 
 @frozen
@@ -42,7 +42,7 @@ class LayerMark:
 
 
 @frozen
-class DataLink:
+class LayerLink:
     """One layer reads another."""
 
     tail: str
@@ -59,7 +59,7 @@ class LayerGraph:
     """All layers and links of a program."""
 
     marks: tuple[LayerMark, ...]
-    links: tuple[DataLink, ...]
+    links: tuple[LayerLink, ...]
 
     @cached_property
     def by_label(self) -> dict[str, LayerMark]:
@@ -155,7 +155,7 @@ class _LayerGraphBuilder:
             "edited": bool(node.edited),
             "rerun": node.name in self.behind_edits,
             "before": node.name in self.replaced,
-            "patch": bool(node.edited) and not node.edited.startswith(IN_PLACE),
+            "patch": bool(node.edited) and not node.edited.startswith(MODIFYING_EDITS),
         }
         return LayerMark(
             label=place.label,
@@ -185,12 +185,12 @@ class _LayerGraphBuilder:
         """The module calls around all readers of a buffer or constant; of a buffer, only those that own it."""
         users = [self.graph.nodes[p] for p in self.graph.users[self.graph.positions[node.name]]]
         stacks = [user.scope.stack if user.scope else () for user in users if isinstance(user, Call)]
-        scopes = common(stacks)
+        scopes = common_prefix(stacks)
         if isinstance(node, State):
             scopes = tuple([scope for scope in scopes if f"{node.address}.".startswith(f"{scope.address}.")])
         return scopes
 
-    def links(self, place: Location) -> Iterator[DataLink]:
+    def links(self, place: Location) -> Iterator[LayerLink]:
         """What a layer reads."""
         if place.output is not None:
             yield from self._from(place.output, place.label)
@@ -200,11 +200,11 @@ class _LayerGraphBuilder:
             return
         named = _arguments(node)
         several = len({ref for ref, _ in named if ref.node in self.drawn and ref.node not in self.hidden}) > 1
-        in_order = of_kind(node.kind).has(Quirk.COMMUTATIVE) and not dict(node.kwargs).get("alpha")
+        in_order = op_info_of_kind(node.kind).has(Quirk.COMMUTATIVE) and not dict(node.kwargs).get("alpha")
         for ref, word in named:
             yield from self._from(ref, place.label, word if several and not in_order else "")
 
-    def _from(self, ref: Ref, head: str, word: str = "", edge: str = "") -> Iterator[DataLink]:
+    def _from(self, ref: Ref, head: str, word: str = "", edge: str = "") -> Iterator[LayerLink]:
         """The link from the layer of a value; nodes of patchable edges are passed through."""
         tail = self.graph[ref.node]
         if ref.node in self.drawn:
@@ -214,7 +214,7 @@ class _LayerGraphBuilder:
             }
             several = isinstance(tail, Call) and type(value_of(tail)) is not Ref and ref.path
             part = "".join(f"[{step}]" for step in ref.path) if several else ""
-            yield DataLink(
+            yield LayerLink(
                 ref.node, head, word, part, frozenset([role for role, is_so in roles.items() if is_so]), edge
             )
         elif isinstance(tail, Call):
@@ -222,7 +222,7 @@ class _LayerGraphBuilder:
                 yield from self._from(before, head, word, ref.node)
 
 
-def common(stacks: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+def common_prefix(stacks: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     """The longest common prefix of several stacks."""
     found: list[Any] = []
     for level in zip(*stacks, strict=False):

@@ -50,7 +50,7 @@ class _Level:
     )  # a glyph outside of the frame, and the item that its line goes to
 
 
-def rows_of(scene: Scene) -> dict[str | None, Rows]:
+def frame_rows(scene: Scene) -> dict[str | None, Rows]:
     """The rows of each frame, and under None those outside of all frames."""
     drafts = {frame: _in_rows(level) for frame, level in _levels(scene).items()}
     by_dot = _by_dot(drafts) if shutil.which("dot") else {}

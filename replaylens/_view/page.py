@@ -23,31 +23,31 @@ from typing import Any
 import torch
 from attrs import evolve, fields, frozen
 
-from .._layers.fields import on_page
+from .._layers.fields import page_card
 from .._layers.index import LayerIndex
 from .._layers.layer import Layer
 from .._replay.supply import Run
 from ..errors import CannotDraw, NotSaved
-from .layered_layout import Rows, Track, rows_of
+from .layered_layout import Rows, Track, frame_rows
 from .scene import Arrow, Frame, Glyph, Scene
 from .values import Pictures, Statistics, pictures, statistics, tensors_in
 
 Card = dict[str, Any]
-SIDES = (32, 24, 16, 12, 8)  # of thumbnails; the largest that fits the budget is taken
-MOST_PICTURES = 8
+THUMBNAIL_SIDES = (32, 24, 16, 12, 8)  # of thumbnails; the largest that fits the budget is taken
+MAX_THUMBNAILS = 8
 
 
-def cards(layers: Sequence[Layer], picture_bytes: int) -> dict[str, Card]:
+def layer_cards(layers: Sequence[Layer], picture_bytes: int) -> dict[str, Card]:
     """A card for each layer: its facts, statistics and thumbnails of its value."""
     side, most = _side(layers, picture_bytes)
-    return {layer.label: on_page(layer) | _of_value(layer, side, most) for layer in layers}
+    return {layer.label: page_card(layer) | _of_value(layer, side, most) for layer in layers}
 
 
 def _side(layers: Sequence[Layer], picture_bytes: int) -> tuple[int, int]:
     """The size of thumbnails and their number per layer, so that all fit the budget; (0, 0) if none do."""
     counts = [shape[-3] for layer in layers if (shape := layer.shape) is not None and len(shape) in (3, 4)]
-    for most in (MOST_PICTURES, 4, 2):
-        for side in SIDES:
+    for most in (MAX_THUMBNAILS, 4, 2):
+        for side in THUMBNAIL_SIDES:
             if sum(min(count, most) for count in counts) * side * side * 4 / 3 <= picture_bytes:
                 return side, most
     return 0, 0
@@ -160,7 +160,7 @@ def _labels(index: LayerIndex, site: Any) -> Iterable[str]:
     return [index.find(site).label] if known else []
 
 
-PICTURE_BYTES = 1_500_000  # the budget for thumbnails on a page
+THUMBNAIL_BYTES = 1_500_000  # the budget for thumbnails on a page
 SCRIPTS = ("layout.js", "state.js", "picture.js", "card.js", "main.js")
 Data = dict[str, Any]
 
@@ -187,7 +187,7 @@ def page(
 def save_page(path: str | PathLike[str], scene: Scene, layers: Sequence[Layer], details: Any) -> Path:
     """Write the page to a file, with cards for the layers in the picture."""
     seen = [layer for layer in layers if layer.label in scene.by_layer]
-    made = page(scene, rows_of(scene), cards(seen, PICTURE_BYTES), details)
+    made = page(scene, frame_rows(scene), layer_cards(seen, THUMBNAIL_BYTES), details)
     found = Path(path)
     found.write_text(made, encoding="utf-8")
     return found

@@ -14,7 +14,7 @@ from attrs import Factory, define, field, frozen
 
 from .._ir.graph import Graph
 from .._ir.node import Call, Ref, Scope
-from .._ir.trees import remake
+from .._ir.trees import map_leaves
 from .._ir.util import cached_property
 from .layer_graph import LayerGraph, LayerMark
 
@@ -23,7 +23,7 @@ LONGEST = 24  # items, operations or modules, in a repeated block
 
 
 @frozen
-class Band:
+class RepeatFrame:
     """The frame of a repeated block that is no module."""
 
     key: str
@@ -37,12 +37,12 @@ class Repeats:
 
     first: Mapping[str, str]  # a layer -> the layer of the first repetition that it is drawn as
     bands: Mapping[
-        str, tuple[Band, ...]
+        str, tuple[RepeatFrame, ...]
     ]  # by layer: the frames of repeated blocks that are no modules, outermost first
     folded: frozenset[str] = frozenset()  # the module calls that are repetitions
 
 
-NOTHING: Repeats = Repeats({}, {})
+NO_REPEATS: Repeats = Repeats({}, {})
 
 
 @define(eq=False)
@@ -66,7 +66,7 @@ class _Search:
     drawn: LayerGraph
     first: dict[str, str] = field(factory=dict)
     windows: dict[str, str] = field(factory=dict)  # a layer -> the repetition around it
-    bands: dict[str, list[Band]] = field(factory=dict)
+    bands: dict[str, list[RepeatFrame]] = field(factory=dict)
     folded: set[str] = field(factory=set)
 
     def found(self) -> Repeats:
@@ -77,14 +77,14 @@ class _Search:
         self._sources()
         return Repeats(self.first, bands, frozenset(self.folded))
 
-    def _bands(self, label: str) -> list[Band]:
+    def _bands(self, label: str) -> list[RepeatFrame]:
         """The bands around a layer: its own, and those inside of the repetition that it is drawn as."""
         own = self.bands.get(label, [])
         if label not in self.first:
             return own
         keys = {band.key for band in own}
         inner = [band for band in self._bands(self.first[label]) if band.key not in keys]
-        return own + [Band(band.key, f"{band.turn} in {self.windows[label]}", band.depth) for band in inner]
+        return own + [RepeatFrame(band.key, f"{band.turn} in {self.windows[label]}", band.depth) for band in inner]
 
     def _resolved(self, label: str) -> str:
         while label in self.first:
@@ -165,7 +165,7 @@ class _Search:
                     self.first[mark.label] = model.label
                     self.windows[mark.label] = f"{whole[0].label} {turn}"
                 if period > 1:
-                    band = Band(f"repeat {whole[0].label}", f"{whole[0].label} {turn}", block.depth)
+                    band = RepeatFrame(f"repeat {whole[0].label}", f"{whole[0].label} {turn}", block.depth)
                     self.bands.setdefault(mark.label, []).append(band)
             if period == 1 and isinstance(items[0], _Block):
                 self.folded.add(str(items[0].scope))
@@ -184,7 +184,7 @@ class _Search:
     def _of_mark(self, mark: LayerMark) -> Any:
         position = self.graph.positions.get(mark.node)  # None for layers of the other program of a difference
         node = self.graph.nodes[position] if position is not None else None
-        given = repr(remake((node.args, node.kwargs), _blank)) if isinstance(node, Call) else ""
+        given = repr(map_leaves((node.args, node.kwargs), _blank)) if isinstance(node, Call) else ""
         specs = [(one.shape, str(one.dtype)) for one in mark.specs]
         parameters = [one.meaning.shape for one in mark.parameters]
         kinds = [scope.kind for scope in mark.scopes if str(scope) in self.drawn.single]
@@ -227,6 +227,6 @@ def _blank(leaf: Any) -> Any:
     return "·" if type(leaf) is Ref else leaf
 
 
-def around(bands: tuple[Band, ...], depth: int) -> Iterator[Band]:
+def frames_at_depth(bands: tuple[RepeatFrame, ...], depth: int) -> Iterator[RepeatFrame]:
     """The bands directly inside of a module call at this depth."""
     return (band for band in bands if band.depth == depth)

@@ -131,7 +131,7 @@ def colour(scale: tuple[str, str, str], value: float, span: tuple[float, float])
     return "#" + "".join(f"{round(middle + share * (far - middle)):02x}" for middle, far in channels)
 
 
-def ink(fill: str) -> str:
+def readable_on(fill: str) -> str:
     """Black or white, whichever is readable on a colour."""
     red, green, blue = (int(fill[n : n + 2], 16) for n in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"

@@ -1,4 +1,14 @@
-"""Patches of a live run, keyed by the call site they apply to.
+"""Call sites: where an operation stands in a forward.
+
+In: a Graph, or a recording while it grows. Out: a CallSite for each call: the n-th operation of its kind that a line of
+code makes in a call of a module. Two forwards of one model have the same call sites as long as they take the same path,
+and again wherever they do the same thing after their paths parted; labels, which count through the whole program, would
+not agree. Views that are regenerated after a write have none: no line of the model makes them.
+
+Passes of a loop beyond the recorded ones have sites that no node was recorded at. LoopPasses finds the layer of such an
+operation by its line: where a line ran the same layers in turn, pass after pass, it goes on in turn.
+
+Patches of a live run, keyed by the call site they apply to.
 
 In: the Record of the plain forward, and a Request. Out: LivePatches, which find the LivePatch of an operation by its
 CallSite, of an input by its number, and of a parameter by its node. A LivePatch maps the values of a node to new ones,
@@ -7,26 +17,215 @@ so that a program can hold it as the function of a call. Nothing runs here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
 
 import torch
 from attrs import define, evolve, field, frozen
 from torch import nn
 
-from ..._ir.copies import copy_in_place
 from ..._ir.graph import Graph
-from ..._ir.node import Call, Input, Node, Ref, Source, State, TensorSpec, refs_in, value_of
-from ..._ir.shared_memory import storage_of
+from ..._ir.label import Label
+from ..._ir.location import Location
+from ..._ir.memory import copy_with_offset, storage_of
+from ..._ir.node import Call, Input, Node, Ref, Scope, Source, State, TensorSpec, refs_in, value_of
+from ..._ir.runtime import alias
 from ..._ir.target import Target
 from ..._ir.torch_private import is_wrapped
 from ..._ir.trees import part_at, thaw, walk
 from ..._ir.util import matches
-from ..._replay.flag_guards import is_like_an_input
+from ..._replay.flag_guards import has_input_attributes
 from ..._replay.record import Record
-from ..._replay.request import Change, HandOffChange, Request
-from ...errors import ShapeMismatch
-from .call_sites import CallSite, LoopPasses, call_sites, loop_passes_of
+from ..._replay.request import Change, ModuleOutputChange, Request
+from ...errors import DivergedReplay, ShapeMismatch
+from ..output_aliases import is_output_alias
+from ..recording import CallRecord, Recording, SourceRecord
+from ..scopes import user_line
+
+AnyPatch = Any  # a LivePatch, which this module only passes on
+
+
+@frozen
+class SourceLine:
+    """Operations of one kind that one line of code makes in one module."""
+
+    address: str
+    kind: str
+    source: Source | None
+
+
+@define(eq=False)
+class LoopPasses:
+    """Patches of further passes: by line, those of the layers that take turns there; None for no order."""
+
+    cycles: dict[SourceLine, tuple[AnyPatch | None, ...] | None] = field(factory=dict)
+    kinds: frozenset[str] = frozenset()
+    seen: Counter[Any] = field(factory=Counter)
+
+    def next(self, site: CallSite, source: Callable[[], Source | None], is_recorded: bool) -> AnyPatch | None:
+        """The patch of the next operation at its line, if its layer takes turns there."""
+        if site.kind not in self.kinds:
+            return None
+        line = SourceLine(site.address, site.kind, source())
+        if line not in self.cycles:
+            return None
+        number = self.seen[line, site.call]
+        self.seen[line, site.call] += 1
+        cycle = self.cycles[line]
+        if cycle is None and not is_recorded:
+            raise DivergedReplay(
+                f"the model goes on longer with this change, and {line.source} ran `{line.kind}` for several layers "
+                "in no fixed order, so that the next one is unknown. Name the passes to patch."
+            )
+        return None if cycle is None else cycle[number % len(cycle)]
+
+
+def loop_passes_of(graph: Graph, sites: Mapping[int, CallSite], patches: Mapping[int, AnyPatch]) -> LoopPasses:
+    """The LoopPasses of patches for all passes of a layer, given by the position of each pass."""
+    looping = {p: patch for p, patch in patches.items() if p in sites and Label.of(graph.nodes[p].name).turn}
+    lines = {_line(graph, sites, position) for position in looping}
+    by_layer = {Label.of(graph.nodes[position].name).layer: patch for position, patch in looping.items()}
+    ran: dict[SourceLine, dict[int, list[str]]] = {}
+    for position, site in sites.items() if lines else ():
+        if (line := _line(graph, sites, position)) in lines:
+            ran.setdefault(line, {}).setdefault(site.call, []).append(Label.of(graph.nodes[position].name).layer)
+    cycles = {line: _cycle(list(calls.values())) for line, calls in ran.items()}
+    found = {
+        line: None if cycle is None else tuple([by_layer.get(layer) for layer in cycle])
+        for line, cycle in cycles.items()
+    }
+    return LoopPasses(found, frozenset(line.kind for line in lines))
+
+
+def _cycle(calls: list[list[str]]) -> list[str] | None:
+    """The layers that take turns in each call of a module; None if they have no such order."""
+    longest: list[str] = max(calls, key=len)
+    cycle = list(dict.fromkeys(longest))
+    in_order = all(layer == cycle[number % len(cycle)] for call in calls for number, layer in enumerate(call))
+    return cycle if in_order else None
+
+
+def _line(graph: Graph, sites: Mapping[int, CallSite], position: int) -> SourceLine:
+    node = graph.nodes[position]
+    assert isinstance(node, Call)
+    return SourceLine(sites[position].address, node.kind, node.source)
+
+
+@frozen
+class CallSite:
+    """An operation in a call of a module; the root module has no address."""
+
+    address: str
+    call: int
+    kind: str
+    source: Source | None
+    number: int
+
+    @property
+    def any_call(self) -> CallSite:
+        """The same operation in any call of the module."""
+        return CallSite(self.address, 0, self.kind, self.source, self.number)
+
+
+def call_sites(graph: Graph) -> dict[int, CallSite]:
+    """The call site of each call of a graph, by position."""
+    seen: Counter[Any] = Counter()
+    found: dict[int, CallSite] = {}
+    for position, node in enumerate(graph.nodes):
+        if is_output_alias_node(node):
+            found[position] = output_site(*_key(node.scope), node.args[1])
+        elif isinstance(node, Call) and (node.scope is not None or node.source is not None):
+            found[position] = _next(seen, _key(node.scope), node.kind, node.source)
+    return found
+
+
+def is_output_alias_node(node: Node) -> TypeGuard[Call]:
+    """True if a node is the alias of a value that a module returns."""
+    return isinstance(node, Call) and node.target.function is alias and len(node.args) == 2
+
+
+def output_site(address: str, call: int, number: int) -> CallSite:
+    """The call site at which a module returns its n-th value."""
+    return CallSite(address, call, "identity", None, -1 - number)
+
+
+def _key(scope: Scope | None) -> tuple[str, int]:
+    return (scope.address, scope.call) if scope is not None else ("", 0)
+
+
+def _next(seen: Counter[Any], scope: tuple[str, int], kind: str, source: Source | None) -> CallSite:
+    seen[scope, kind, source] += 1
+    return CallSite(*scope, kind, source, seen[scope, kind, source])
+
+
+@frozen(eq=False)
+class CallSiteCounter:
+    """The call sites of the records of a recording, in the order in which these come."""
+
+    recording: Recording
+    addresses: dict[int, str]  # by the id of a module
+    seen: Counter[Any] = field(factory=Counter)
+    scopes: list[tuple[str, int]] = field(factory=list)
+    calls: Counter[int] = field(factory=Counter)
+
+    def next(self, record: CallRecord | SourceRecord) -> CallSite | None:
+        if isinstance(record, SourceRecord) or (record.scope < 0 and record.site is None):
+            return None
+        if is_output_alias(record):
+            return output_site(*self.scope_of(record.scope), record.args[1])
+        source = user_line(self.recording, record.site, record.scope)
+        return _next(self.seen, self.scope_of(record.scope), record.kind, source)
+
+    def scope_of(self, number: int) -> tuple[str, int]:
+        """The address and call number that the frozen Scope will have; see `recording.addresses`."""
+        scopes = self.recording.scopes
+        for record in scopes[len(self.scopes) :]:
+            module = record.module
+            self.calls[id(module)] += not record.is_void
+            address = self.addresses.get(id(module), f"<{type(module).__name__}>")
+            self.scopes.append((address, self.calls[id(module)]) if address else ("", 0))
+        return self.scopes[number] if number >= 0 else ("", 0)
+
+
+class MatchingSites:
+    """Maps a Location in one program to the same Location in another run of the model, patched or not."""
+
+    def __init__(self, graph: Graph, other: Graph) -> None:
+        self.graph, self.other = graph, other
+        self.sites = call_sites(graph)
+        self.names: dict[Any, str] = {site: other.nodes[position].name for position, site in call_sites(other).items()}
+        for node in other.nodes:
+            if isinstance(node, (Input, State)):
+                self.names[_source_key(node)] = node.name
+        self.patches = {call.edits: call for call in other.calls if call.edits is not None}
+
+    def of(self, at: Location) -> Location | None:
+        """The same Location, if the other run reached it."""
+        if at.output is not None:
+            return self._output(at.output)
+        node, position = self.graph[at.node], self.graph.positions[at.node]
+        name = self.names.get(self.sites.get(position) if isinstance(node, Call) else _source_key(node))
+        if name is None:
+            return None
+        patch = self.patches.get(name)
+        if at.part is None:
+            return Location(name if patch is None else patch.name)
+        part = Ref(name, at.part.path)
+        if patch is not None and part in patch.args:
+            returns = refs_in(patch.returns)
+            return Location(patch.name, part=returns[patch.args.index(part)])
+        return Location(name, part=part)
+
+    def _output(self, ref: Ref) -> Location | None:
+        own, theirs = (list(dict.fromkeys(graph.output_refs)) for graph in (self.graph, self.other))
+        number = own.index(ref)
+        return Location(theirs[number].node, output=theirs[number]) if number < len(theirs) else None
+
+
+def _source_key(node: Node) -> Any:
+    return type(node), node.path if isinstance(node, Input) else getattr(node, "address", node.name)
+
 
 OnCopy = Callable[
     [torch.Tensor, torch.Tensor], None
@@ -81,7 +280,7 @@ class LivePatch:
             )
         if new is old or (not self.is_input and aliases_its_input(old, new)):
             return new
-        if self.is_input and is_like_an_input(new):
+        if self.is_input and has_input_attributes(new):
             if self.with_gradients and new.is_leaf:
                 return new
             copy = _with_attributes(_as_given(new), new)
@@ -89,7 +288,7 @@ class LivePatch:
             return copy
         if new.is_inference() and not old.is_inference():
             return new
-        copy = copy_in_place(new)
+        copy = copy_with_offset(new)
         on_copy(new, copy)
         return _with_attributes(copy, new) if self.is_input else copy
 
@@ -222,7 +421,7 @@ def live_patches_of(record: Record, request: Request) -> LivePatches:
     return evolve(patches, loop_passes=loop_passes_of(graph, sites, every))
 
 
-def _add_hand_off(patches: LivePatches, patch: LivePatch | None, hand_off: HandOffChange) -> None:
+def _add_hand_off(patches: LivePatches, patch: LivePatch | None, hand_off: ModuleOutputChange) -> None:
     if patch is None:
         return
     hand_offs, patch = patches.hand_offs, patch.for_ref(hand_off.ref)

@@ -39,9 +39,9 @@ import torch
 from attrs import evolve, field, frozen
 from torch import nn
 
-from ..._ir.ops import Quirk, info
+from ..._ir.memory import storage_of, version_of
+from ..._ir.ops import Quirk, op_info
 from ..._ir.runtime import alias
-from ..._ir.shared_memory import storage_of, version_of
 from ..._ir.torch_private import (
     OpOverload,
     count_function_modes,
@@ -53,22 +53,21 @@ from ..._ir.torch_private import (
 )
 from ..._ir.trees import thaw_shared
 from ..._ir.util import add_note
-from ..._replay.rng_stream import as_the_user, outside
+from ..._replay.rng_stream import as_the_user, user_states
 from ...errors import DivergedReplay, NotDifferentiable
 from ..aliasing import Alias, Storage
-from ..checkpoints import in_checkpoint, without_recomputation
-from ..custom_functions import BOUND_BEFORE
+from ..autograd_effects import has_checkpoint_hooks, without_recomputation
+from ..custom_functions import APPLY_BOUND_BEFORE
 from ..dispatch import Handling, Rule
-from ..output_aliases import is_handing
-from ..provenance import Moment, Provenance
+from ..output_aliases import is_output_alias
+from ..provenance import Provenance, StartMark
 from ..recorder import tensors_in
-from ..recording import CallRecord, Recording, SourceRecord, ValueId, handles_in, parts_of, reads_of
+from ..recording import CallRecord, Recording, SourceRecord, ValueId, reads_of, value_ids_in, value_ids_with_paths
 from ..rng import Draw, generator_of
 from ..scopes import addresses, listening, user_line
-from ..threads import Elsewhere, following
+from ..threads import ForwardThreads, belonging_to
 from ..tracer import Tracer
-from .call_sites import CallSite, CallSiteCounter, handoff_site
-from .live_patches import LivePatch, LivePatches, aliases_its_input
+from .live_patches import CallSite, CallSiteCounter, LivePatch, LivePatches, aliases_its_input, output_site
 from .substitutes import PendingSubstitute, Substitutes
 
 _push = push_function_mode
@@ -81,7 +80,7 @@ class LiveSetup:
 
     patches: LivePatches
     input_patches: dict[int, LivePatch]  # by input number
-    make_substitutes: Callable[[LiveTracer], list[tuple[torch.Tensor, PendingSubstitute]]]
+    make_substitutes: Callable[[PatchingTracer], list[tuple[torch.Tensor, PendingSubstitute]]]
     state_in_inputs: Mapping[int, Sequence[torch.Tensor]] = field(factory=dict)  # aliases of an input, by its number
     grad: bool = False
     fresh: bool = False
@@ -100,7 +99,7 @@ class FinishedCall:
     unpatchable: str = ""  # why no patch may apply here
 
 
-class LiveTracer(Tracer):
+class PatchingTracer(Tracer):
     """The tracer of one live run."""
 
     alone = -1  # each module output is examined, whoever else holds it: it may be patched
@@ -108,7 +107,7 @@ class LiveTracer(Tracer):
     has_substitutes = True
 
     def __init__(
-        self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str, setup: LiveSetup
+        self, recording: Recording, origins: Provenance, date: StartMark, deep: bool, unknown: str, setup: LiveSetup
     ) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.setup = setup
@@ -195,10 +194,12 @@ class LiveTracer(Tracer):
 
     def _require_unpatched_object(self, word: str, tensor: torch.Tensor) -> None:
         """Refuses a question that only the tensor of the patch itself could answer."""
-        known = self.memory.live.get(id(tensor)) if info(word).has(Quirk.OBJECT) and self.recording.patched else None
+        known = self.memory.live.get(id(tensor)) if op_info(word).has(Quirk.OBJECT) and self.recording.patched else None
         handle = known.handle if isinstance(known, Alias) else known
         records = [self.recording.records[number] for number in self.recording.patched]
-        if handle is not None and any(handle == made for one in records for _, made in parts_of(one.returns)):
+        if handle is not None and any(
+            handle == made for one in records for _, made in value_ids_with_paths(one.returns)
+        ):
             self.refused = DivergedReplay(
                 f"the model reads `{word}` of a patched value, which only the tensor of the patch has.{self.where()}"
             )
@@ -217,7 +218,7 @@ class LiveTracer(Tracer):
 
     def _require_no_checkpoint(self) -> None:
         """Refuses gradients in a checkpoint: an ATen call has saved its tensors there before it is seen."""
-        if self.setup.grad and in_checkpoint():
+        if self.setup.grad and has_checkpoint_hooks():
             self.refused = NotDifferentiable(
                 "the model checkpoints (torch.utils.checkpoint) ATen calls beneath torch's functions, and recomputes "
                 "them without the patches in the backward pass. Turn checkpoints off for this run."
@@ -253,7 +254,7 @@ class LiveTracer(Tracer):
     def is_patched_output(self, handle: ValueId, names: Any) -> bool:
         """True if a patch applies to this value as it leaves the module."""
         scope, number, patches = self.call_sites.scope_of(self.scope), names.known.index(handle), self.setup.patches
-        site = handoff_site(*scope, number)
+        site = output_site(*scope, number)
         if patches.hand_offs.patch_for(*scope, number) is not None:
             return not self._applied_at(*scope, number)
         return site in patches.by_site or (site not in patches.recorded_sites and site.any_call in patches.any_call)
@@ -272,7 +273,7 @@ class LiveTracer(Tracer):
         made = super()._module_output(given, out, records, beyond)
         if address in hand_offs.counts:
             with without_function_modes():  # the model did not ask
-                self._require_patched_output(address, call, handles_in(made[1]))
+                self._require_patched_output(address, call, value_ids_in(made[1]))
         return made
 
     def _clone_in_functorch(self, out: Any, address: str, call: int) -> Any:
@@ -340,9 +341,9 @@ class LiveTracer(Tracer):
         n = len(records)
         while n > 0:
             n, record = n - 1, records[n - 1]
-            if all(handle != made for _, made in parts_of(record.returns)):
+            if all(handle != made for _, made in value_ids_with_paths(record.returns)):
                 continue
-            if n in patches or not is_handing(record):
+            if n in patches or not is_output_alias(record):
                 break
             handle = record.args[0]
             names.add(handle)
@@ -350,9 +351,9 @@ class LiveTracer(Tracer):
             return False
         if isinstance(records[self.recording.patched[n]], SourceRecord):
             return True  # state is the same wherever it is read
-        later = [one for one in records[n + 1 :] if not is_handing(one)]
+        later = [one for one in records[n + 1 :] if not is_output_alias(one)]
         guards = [tuple(guard.args) for guard in self.recording.guards if guard.position > n]
-        read = {h for one in later for h in reads_of(one)} | set(handles_in(tuple(guards)))
+        read = {h for one in later for h in reads_of(one)} | set(value_ids_in(tuple(guards)))
         return names.isdisjoint(read)
 
     def output_alias(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
@@ -385,7 +386,7 @@ class LiveTracer(Tracer):
     def function_unseen(self, kind: type) -> None:
         """Refuses gradients through a Function that was bound before the capture: its backward ignores substitutes."""
         if self.setup.grad and not self.suspended and not self.in_leaf:
-            raise NotDifferentiable(f"gradients cannot be had through {BOUND_BEFORE.format(name=kind.__name__)}")
+            raise NotDifferentiable(f"gradients cannot be had through {APPLY_BOUND_BEFORE.format(name=kind.__name__)}")
         super().function_unseen(kind)
 
     def given(self, tree: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -538,10 +539,10 @@ class LiveTracer(Tracer):
         source, patches = partial(user_line, self.recording, record.site, record.scope), self.setup.patches
         try:
             patch = patches.at(site, self._parameters_of(record), source)
-            number = record.args[1] if is_handing(record) else 0
+            number = record.args[1] if is_output_alias(record) else 0
             output_patch = (
                 patches.hand_offs.patch_for(site.address, site.call, number)
-                if self.is_handing_off or is_handing(record)
+                if self.is_handing_off or is_output_alias(record)
                 else None
             )
             if output_patch is not None:
@@ -589,7 +590,7 @@ class LiveTracer(Tracer):
     def _patch_output(self, number: int, patch: LivePatch, done: FinishedCall) -> Any:
         """The output of a call with patched values. A value written in place is overwritten with the patched one."""
         record = self.recording.records[number]
-        where = dict(parts_of(record.returns))
+        where = dict(value_ids_with_paths(record.returns))
         if len(where) == len(patch.refs) == 1:  # one of several outputs, which a module returns alone
             where = dict.fromkeys([patch.refs[0].path], *where.values())
         if any(ref.path not in where for ref in patch.refs):
@@ -630,7 +631,7 @@ class LiveTracer(Tracer):
         recorded draws, the patch draws from the generator of the user instead.
         """
         generator = generator_of(values, {})
-        uses_own_draws = self.setup.separate_draws and generator is torch.default_generator and bool(outside)
+        uses_own_draws = self.setup.separate_draws and generator is torch.default_generator and bool(user_states)
         try:
             draw = Draw(self.draws.separate() if uses_own_draws else self.draws, generator)
             as_whom = as_the_user() if uses_own_draws else nullcontext()
@@ -692,7 +693,7 @@ class LiveTracer(Tracer):
     @contextmanager
     def _running_patch(self) -> Iterator[None]:
         """While the user's patch runs: neither its torch calls nor its modules belong to the model."""
-        with self._unseen(), listening(_PatchListener()), following(Elsewhere(None)):
+        with self._unseen(), listening(_PatchListener()), belonging_to(ForwardThreads(None)):
             yield
 
     @contextmanager

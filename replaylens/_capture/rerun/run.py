@@ -18,27 +18,27 @@ from attrs import evolve, frozen
 from torch import nn
 
 from ..._ir.autograd import as_leaf
+from ..._ir.equality import REPEATED_FORWARD
 from ..._ir.graph import Graph
+from ..._ir.label import Naming
 from ..._ir.location import Location
+from ..._ir.memory import have_same_address, storage_of
+from ..._ir.model_turns import Turn
 from ..._ir.node import Call, Const, Input, Node, Ref, State, TensorSpec, refs_in
-from ..._ir.node_summary import Naming
 from ..._ir.printer import listing
-from ..._ir.shared_memory import begin_together, storage_of
-from ..._ir.tolerances import REPEATED_FORWARD
 from ..._ir.trees import freeze_deep, thaw, thaw_shared
-from ..._ir.turns import Turn
-from ..._replay.guards import Departure, departures
-from ..._replay.inputs import numbers_of
-from ..._replay.interpreter import modes, recorded_world
-from ..._replay.move import exchanged
+from ..._replay.guards import Departure, departures_between_runs
+from ..._replay.inputs import input_numbers
+from ..._replay.interpreter import modes, recorded_environment
+from ..._replay.move import addresses_given_memory
 from ..._replay.record import Record, detached
 from ..._replay.request import Request
 from ..._replay.supply import Run, supply
 from ...errors import DivergedReplay, NotDifferentiable, StaleValue
 from ..capture import (
     Captured,
-    Forward,
-    flags_of,
+    TraceRequest,
+    flags_before,
     iterators_in,
     put_generators_back,
     record_of,
@@ -46,18 +46,17 @@ from ..capture import (
     require_supported,
     trace_twice,
 )
-from ..provenance import Moment, Provenance, reaches_scripts
+from ..provenance import Provenance, StartMark, reaches_scripts
 from ..recorder import geometry_of
 from ..recording import Recording, ValueId
-from ..rng import lent_generators
-from ..same_forward import Likeness
-from ..scopes import addresses, alone_with
+from ..rng import caller_generators
+from ..scopes import addresses, exclusive
 from ..snapshot import ForwardState, ModelState, RngState, Snapshot
-from ..state_changes import LATE_WRITE, held, tensor_at
-from ..writes import WRITTEN_STANDING
-from .call_sites import MatchingSites, is_handed_on
-from .live_patches import LivePatch, LivePatches, live_patch_at, live_patches_of
-from .patching_tracer import LiveSetup, LiveTracer
+from ..state_changes import LATE_WRITE, held_tensor, tensor_at
+from ..writes import WRITTEN_THROUGH_DATA
+from .live_patches import LivePatch, LivePatches, MatchingSites, is_output_alias_node, live_patch_at, live_patches_of
+from .patching_tracer import LiveSetup, PatchingTracer
+from .same_forward import ForwardComparison
 from .substitutes import PendingSubstitute
 
 T = TypeVar("T")
@@ -72,9 +71,9 @@ class LiveRun:
     state: dict[Ref, torch.Tensor]  # parameters and other state that it read, with autograd history
 
 
-def undisturbed(model: Any, work: Callable[[Turn], T]) -> T:
+def with_model_to_itself(model: Any, work: Callable[[Turn], T]) -> T:
     """Returns the result of `work` while no other thread runs the model, which it changes and restores."""
-    return alone_with(lambda: Provenance(model).modules, work)
+    return exclusive(lambda: Provenance(model).modules, work)
 
 
 def has_scripts(model: Any) -> bool:
@@ -92,24 +91,24 @@ def capture_without_effects(model: Any, args: tuple[Any, ...], kwargs: dict[str,
         start = ForwardState(model, naming, Snapshot(Provenance(model).modules, (args, kwargs)), RngState())
         captured, _ = _run(turn, start, args, kwargs, LiveSetup(LivePatches(), {}, lambda tracer: []))
         start.generators = tuple(captured.recording.rng.generators.values())
-        start.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
-        start.snapshot.flags = flags_of(captured.recording)
+        start.lent = frozenset(map(id, caller_generators(model, args, kwargs)))
+        start.snapshot.flags = flags_before(captured.recording)
         return captured
 
-    return undisturbed(model, _capture_without_effects)
+    return with_model_to_itself(model, _capture_without_effects)
 
 
-def otherwise(start: ForwardState, record: Record) -> str:
+def next_forward_difference(start: ForwardState, record: Record) -> str:
     """How the next forward of the model would differ from the recorded one on its inputs; empty if it would not."""
     graph = record.graph
     given = lambda leaf: as_leaf(record.value(leaf)) if type(leaf) is Ref else leaf  # noqa: E731
     args, kwargs = thaw_shared(graph.inputs, given)
     try:
-        with recorded_world(True, graph), modes(graph.ambient):
+        with recorded_environment(True, graph), modes(graph.ambient):
             found = record_of(capture_without_effects(start.model, args, kwargs, start.naming))
     except Exception as error:
         return f"raises {type(error).__name__}"
-    return Likeness(record, found).difference()
+    return ForwardComparison(record, found).difference()
 
 
 def run_with_patches(start: ForwardState, record: Record, request: Request, given: Any = None) -> LiveRun:
@@ -117,7 +116,7 @@ def run_with_patches(start: ForwardState, record: Record, request: Request, give
 
     Holds the turn of the model: no other run and no plain forward sees it while it is changed.
     """
-    return undisturbed(start.model, lambda turn: _run_with_patches(turn, start, record, request, given))
+    return with_model_to_itself(start.model, lambda turn: _run_with_patches(turn, start, record, request, given))
 
 
 def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: Request, given: Any) -> LiveRun:
@@ -129,7 +128,7 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
             f"the patch at {patches.unreachable[0]} cannot be applied while the model runs: it is a view that "
             "replaylens regenerates after a write to its memory, and no call of the model gives it."
         )
-    numbers = numbers_of(graph, *(given or ())) if given else {node.name: node.path[0] for node in graph.input_nodes}
+    numbers = input_numbers(graph, *(given or ())) if given else {node.name: node.path[0] for node in graph.input_nodes}
     inputs = {numbers[name]: patch for name, patch in patches.sources.items() if name in numbers}
     make = partial(_substitutes, record, request, patches)
     state = _state_in_inputs(start.model, record) if request.inputs is None and given is None else {}
@@ -146,7 +145,7 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
             "has exhausted. Capture it with a list instead."
         )
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
-    with recorded_world(not request.fresh, graph), modes(ambient):
+    with recorded_environment(not request.fresh, graph), modes(ambient):
         captured, tracer = _run(turn, start, args, kwargs, setup, request.inputs is not None)
     if request.fresh:  # other generator states than when recorded
         captured.recording.rng.drawn_elsewhere = graph.drawn_elsewhere
@@ -168,7 +167,7 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
 
 def _require_same_backward(recording: Recording, *graphs: Graph) -> None:
     """Refuses gradients that differ from the model's own backward: the writes of the forward are undone by now."""
-    for word in (word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_STANDING)):
+    for word in (word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_THROUGH_DATA)):
         raise NotDifferentiable(f"gradients through {word}")
     for tensor, flag in recording.autograd.left_turned:
         if tensor.requires_grad != flag:
@@ -224,7 +223,7 @@ def as_run(
         return thaw(at.tree(graph), get)
 
     found = [mismatch.departure for mismatch in request.mismatches]
-    found += departures(recorded.graph, graph, recorded.value, record.value)
+    found += departures_between_runs(recorded.graph, graph, recorded.value, record.value)
     if first is not None and all(str(first) != str(other) for other in found):
         found.insert(0, first)
     found.extend(Departure(f"the patch at {name}", "reached", "on a path not taken") for name in live.unreached)
@@ -260,18 +259,18 @@ def _patched_outputs(request: Request, recorded: Graph, graph: Graph, get: Calla
 
 def _run(
     turn: Turn, start: ForwardState, args: Any, kwargs: Any, setup: LiveSetup, inputs_are_new: bool = False
-) -> tuple[Captured, LiveTracer]:
+) -> tuple[Captured, PatchingTracer]:
     """Runs the model once from its ForwardState, and restores its present state and the generators.
 
     `inputs_are_new`: the inputs are not those of the recorded forward, and keep their present content.
     """
-    tracers: list[LiveTracer] = []
+    tracers: list[PatchingTracer] = []
     inputs = Snapshot((), (args, kwargs)) if inputs_are_new else None
     origins, dtype = Provenance(start.model), torch.get_default_dtype()
     model_state = ModelState(origins.modules, (args, kwargs), start)
 
-    def new_tracer(recording: Recording, own: Provenance, date: Moment, deep: bool, unknown: str) -> LiveTracer:
-        tracers.append(LiveTracer(recording, own, date, deep, unknown, setup))
+    def new_tracer(recording: Recording, own: Provenance, date: StartMark, deep: bool, unknown: str) -> PatchingTracer:
+        tracers.append(PatchingTracer(recording, own, date, deep, unknown, setup))
         return tracers[-1]
 
     def leave() -> None:
@@ -301,7 +300,7 @@ def _run(
             begin()
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 origins = Provenance(start.model)  # of the restored model
-                captured = trace_twice(Forward(start.model, args, kwargs, start, new_tracer), begin_again, origins)
+                captured = trace_twice(TraceRequest(start.model, args, kwargs, start, new_tracer), begin_again, origins)
             recording, unwritten = captured.recording, tracers[-1].patched_state
             recording.state.changes = [
                 (where, last) for where, last in recording.state.changes if last not in unwritten
@@ -314,7 +313,7 @@ def _run(
 
 
 def _substitutes(
-    record: Record, request: Request, patches: LivePatches, tracer: LiveTracer
+    record: Record, request: Request, patches: LivePatches, tracer: PatchingTracer
 ) -> list[tuple[torch.Tensor, PendingSubstitute]]:
     """The substitutes of parameters, buffers and constants: recorded values where the model now holds others, values
     that the request gives, and patched ones.
@@ -322,7 +321,7 @@ def _substitutes(
     found: list[tuple[torch.Tensor, PendingSubstitute]] = []
     named = addresses(tracer.origins.table)
     modules = {named[id(module)]: module for module in tracer.origins.modules}
-    given = exchanged(record.graph)
+    given = addresses_given_memory(record.graph)
     for node in record.graph.nodes:
         if isinstance(node, State) and node.name in record.live:
             objects, value = _objects(node, modules, record), _value(node, record, request)
@@ -398,7 +397,7 @@ def _value(node: State, record: Record, request: Request) -> torch.Tensor:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not begin_together(one, other):
+    if not have_same_address(one, other):
         return False
     return one.layout is not torch.strided or (one.shape, one.stride()) == (other.shape, other.stride())
 
@@ -408,7 +407,7 @@ def _objects(node: State, modules: dict[str, nn.Module], record: Record) -> list
     found = [record.live[node.name]]
     for address in (node.address, *node.aliases) if node.kind != "attribute" else ():
         module, key = _where(address, modules)
-        now = held(module, key) if module is not None else None
+        now = held_tensor(module, key) if module is not None else None
         if now is not None and all(now is not other for other in found):
             found.insert(0, now)
     return found
@@ -433,7 +432,7 @@ def _constant(node: Const, record: Record) -> torch.Tensor:
 
 
 def _record_source_patch(
-    tracer: LiveTracer, patch: LivePatch, new: torch.Tensor, key: str | None, old: ValueId
+    tracer: PatchingTracer, patch: LivePatch, new: torch.Tensor, key: str | None, old: ValueId
 ) -> None:
     """Records the patch of a parameter, buffer or constant at its first read."""
     number, handle = len(tracer.recording.records) - 1, tracer.recording.keep(new)
@@ -467,8 +466,11 @@ def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
     end = next((n for n, node in enumerate(other.nodes) if node.name in patched), len(other.nodes))
     first = patched.get(other.nodes[end].name) if end < len(other.nodes) else None
     # what it edits is an alias that exists in this run only at its end
-    is_hand_off = first is not None and is_handed_on(one[first.target.function.name])
-    made = [[n for n in nodes if not is_handed_on(n)] for nodes in (one.nodes, other.nodes[: end + (not is_hand_off)])]
+    is_hand_off = first is not None and is_output_alias_node(one[first.target.function.name])
+    made = [
+        [n for n in nodes if not is_output_alias_node(n)]
+        for nodes in (one.nodes, other.nodes[: end + (not is_hand_off)])
+    ]
     yield from zip(*made, strict=False)
 
 

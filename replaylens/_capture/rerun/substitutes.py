@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from ..._ir.copies import writable_copy
-from ..._ir.shared_memory import span, storage_of, version_of
+from ..._ir.memory import span, storage_of, version_of, writable_copy
 from ..._ir.torch_private import without_function_modes
 from ..._ir.trees import thaw
-from ..._ir.write import take_step
+from ..._ir.write import apply_view_step
 from ..aliasing import Alias, Storage, geometry_step
 from ..recorder import Recorder, geometry_of, tensors_in
 from ..recording import SourceRecord, ValueId
@@ -194,7 +193,7 @@ class Substitutes:
         if geometry_of(tensor) != geometry_of(root):
             steps = (geometry_step(tensor, Storage(root, base.handle, base.first)),)
         with without_function_modes(), self.recorder.beneath_leaf():
-            made = take_step(base.root, thaw(steps[0], self._value)) if steps else base.root
+            made = apply_view_step(base.root, thaw(steps[0], self._value)) if steps else base.root
         if id(made) not in memory.live:
             memory.register_view(made, base, steps, base.handle)
         if steps:
@@ -219,7 +218,7 @@ class Substitutes:
             for step in entry.steps:
                 one = thaw(step, self._value)
                 with torch.set_grad_enabled(one.grad):
-                    made = take_step(made, one)
+                    made = apply_view_step(made, one)
             self.replace(entry.tensor, made)
             self.copy_ids.add(id(made))
             memory.live[id(made)] = entry

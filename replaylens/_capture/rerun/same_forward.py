@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._ir.equality import same_content
-from .._ir.graph import Graph
-from .._ir.node import Call, Const, Input, Node, Ref, State, refs_in
-from .._ir.trees import fingerprint, remake
-from .._ir.util import cached_property
-from .._replay.record import Record
+from ..._ir.equality import same_content
+from ..._ir.graph import Graph
+from ..._ir.node import Call, Const, Input, Node, Ref, State, refs_in
+from ..._ir.trees import fingerprint, map_leaves
+from ..._ir.util import cached_property
+from ..._replay.record import Record
 
 
-class Likeness:
+class ForwardComparison:
     """Compares two forwards backwards from their outputs."""
 
     def __init__(self, first: Record, later: Record) -> None:
@@ -106,7 +106,7 @@ class Likeness:
 
 def _skeleton(tree: Any) -> Any:
     """A tree without the names of its Refs; graphs in it are not compared, arrays are by content."""
-    return remake(tree, _skeleton_leaf)
+    return map_leaves(tree, _skeleton_leaf)
 
 
 def _skeleton_leaf(leaf: Any) -> Any:

@@ -35,16 +35,16 @@ T = TypeVar("T")
 _DEVICES = ("cpu", "cuda")
 
 
-one_draws = RLock()  # held while a capture or replay sets the global generator draw by draw
+generator_lock = RLock()  # held while a capture or replay sets the global generator draw by draw
 
 
-def let_go(lock: Any) -> None:
+def release_fully(lock: Any) -> None:
     """Release a lock that this thread holds, however often it acquired it."""
     while lock._is_owned():
         lock.release()
 
 
-def alone(lock: Any, work: Callable[[], T]) -> T:
+def run_locked(lock: Any, work: Callable[[], T]) -> T:
     """Return `work()`, run while this thread holds the lock. If an interrupt leaves it held, the next call
     releases it.
     """
@@ -53,10 +53,10 @@ def alone(lock: Any, work: Callable[[], T]) -> T:
         lock.acquire()
         return work()
 
-    return ending(locked, partial(let_go, lock))
+    return run_then(locked, partial(release_fully, lock))
 
 
-def ending(work: Callable[[], T], leave: Callable[[], Any]) -> T:
+def run_then(work: Callable[[], T], leave: Callable[[], Any]) -> T:
     """Return `work()`, and call the idempotent `leave` to its end wherever an interrupt arrives."""
     try:
         try:
@@ -74,14 +74,14 @@ def during(lock: Any, enter: Callable[[], T], leave: Callable[[], Any]) -> Itera
     """
     try:
         try:
-            yield alone(lock, enter)
+            yield run_locked(lock, enter)
         finally:
-            alone(lock, leave)
+            run_locked(lock, leave)
     finally:  # again: an interrupt may have come before, or in it
-        alone(lock, leave)
+        run_locked(lock, leave)
 
 
-class World:
+class TorchModes:
     """The modes of this thread at the time of construction."""
 
     __slots__ = ("autocast", "dispatches", "dtype", "functions", "grad", "owned", "seen", "transforms")
@@ -91,7 +91,7 @@ class World:
         self.transforms = len(interpreter_stack() or ())
         self.functions, self.dispatches = count_function_modes(), count_dispatch_modes()
         self.grad, self.dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-        self.owned = one_draws._is_owned()  # type: ignore[attr-defined]
+        self.owned = generator_lock._is_owned()  # type: ignore[attr-defined]
         self.autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
     def put_back(self) -> None:
@@ -106,7 +106,7 @@ class World:
         while (count := count_dispatch_modes()) > self.dispatches:
             dispatch_mode_at(count - 1).__exit__(None, None, None)
         if not self.owned:
-            let_go(one_draws)
+            release_fully(generator_lock)
         if torch.is_grad_enabled() != self.grad:
             torch.set_grad_enabled(self.grad)
         if torch.get_default_dtype() != self.dtype:
@@ -117,23 +117,23 @@ class World:
 
 
 @contextmanager
-def drawing_alone(patience: float = -1) -> Iterator[None]:
+def exclusive_generator(patience: float = -1) -> Iterator[None]:
     """While entered, no other thread's capture or replay sets the global generator, unless acquiring takes longer than
     `patience` seconds.
     """
-    was_owned, taken = one_draws._is_owned(), [True]  # type: ignore[attr-defined]
+    was_owned, taken = generator_lock._is_owned(), [True]  # type: ignore[attr-defined]
 
     def leave() -> None:
         if not was_owned:
-            let_go(one_draws)
+            release_fully(generator_lock)
         elif taken:
             taken.pop()
-            if one_draws._is_owned():  # type: ignore[attr-defined]
-                one_draws.release()
+            if generator_lock._is_owned():  # type: ignore[attr-defined]
+                generator_lock.release()
 
     try:
         try:
-            one_draws.acquire(timeout=patience)
+            generator_lock.acquire(timeout=patience)
             yield
         finally:
             leave()
@@ -141,15 +141,15 @@ def drawing_alone(patience: float = -1) -> Iterator[None]:
         leave()
 
 
-def users_state() -> torch.Tensor:
+def user_generator_state() -> torch.Tensor:
     """The state of the global generator as the user left it, not as a replay has set it, unless that replay takes over
     a second.
     """
-    with drawing_alone(1.0):
+    with exclusive_generator(1.0):
         return torch.default_generator.get_state()
 
 
-def uncollected(work: Callable[[], T]) -> T:
+def without_collector(work: Callable[[], T]) -> T:
     """Return `work()`, which runs in C alone, with the collector off. No other thread runs meanwhile, as finalizers are
     the only Python code that could.
     """
@@ -162,7 +162,7 @@ def uncollected(work: Callable[[], T]) -> T:
             gc.enable()
 
 
-def surely(leave: Callable[[], Any]) -> None:
+def run_to_end(leave: Callable[[], Any]) -> None:
     """Call the idempotent `leave` to its end, again if an interrupt arrives within."""
     try:
         leave()
@@ -171,22 +171,22 @@ def surely(leave: Callable[[], Any]) -> None:
         raise
 
 
-def restoring(work: Callable[[], T]) -> T:
+def restoring_modes(work: Callable[[], T]) -> T:
     """Return `work()`, with torch's modes left as they were wherever an interrupt arrives."""
-    world = World()
+    world = TorchModes()
     try:
         return work()
     except BaseException:
-        surely(world.put_back)
+        run_to_end(world.put_back)
         raise
 
 
-def in_children(begin_again: Callable[[], Any]) -> None:
+def after_fork(begin_again: Callable[[], Any]) -> None:
     """Register a function to be called in each forked child, where other threads and what they held do not exist."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=begin_again)
 
 
-def freed(lock: Any) -> None:
+def reset_lock(lock: Any) -> None:
     """Reinitialize a lock in a forked child, as a thread of the parent may have held it."""
     lock._at_fork_reinit()

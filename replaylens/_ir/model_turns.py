@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from attrs import define, field
 
-from .world import ending, in_children, let_go, one_draws, uncollected
+from .interrupts import after_fork, generator_lock, release_fully, run_then, without_collector
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Turn:
 
 
 turns: list[Turn] = []  # taken, or waiting for other threads to leave
-calls: dict[
+modules_inside: dict[
     CodeType, Callable[[dict[str, Any]], Iterable[int]]
 ] = {}  # code -> the modules, by id, that a frame of it is inside, from its locals
 _waiting: dict[object, int] = {}  # threads that wait here, and so run nothing
@@ -67,7 +67,7 @@ def with_turn(
     the modules wait for turns, `uninstall` stops that. A function and not a context manager, as an interrupt can come
     between a block and its `__exit__`.
     """
-    turn, draws = Turn(get_ident(), frozenset()), one_draws._is_owned()  # type: ignore[attr-defined]
+    turn, draws = Turn(get_ident(), frozenset()), generator_lock._is_owned()  # type: ignore[attr-defined]
 
     def leave() -> None:
         _waiting.pop(turn, None)
@@ -75,13 +75,13 @@ def with_turn(
             turns.remove(turn)
         turn.done.set()
         if not draws:
-            let_go(one_draws)
+            release_fully(generator_lock)
         uninstall()
 
     def take() -> T:
         _waiting[turn] = turn.thread
         if not draws:
-            one_draws.acquire()
+            generator_lock.acquire()
         turn.modules = frozenset(map(id, modules()))
         turns.append(turn)
         install()
@@ -89,7 +89,7 @@ def with_turn(
         _waiting.pop(turn)
         return work(turn)
 
-    return ending(take, leave)
+    return run_then(take, leave)
 
 
 def _wait_for_others(turn: Turn, draws: bool) -> None:
@@ -99,10 +99,10 @@ def _wait_for_others(turn: Turn, draws: bool) -> None:
     standing: dict[int, _StandstillWatch] = {}
     while [other for other in _inside(turn) if not standing.setdefault(other, _StandstillWatch(other)).still()]:
         if not draws:
-            one_draws.release()
+            generator_lock.release()
         sleep(0.001)
         if not draws:
-            one_draws.acquire()
+            generator_lock.acquire()
     _begun[0] += 1
     turn.is_exclusive = True
 
@@ -121,7 +121,7 @@ def _stacks() -> list[tuple[int, list[FrameType]]]:
     upwards = map(chain, zip(map(itemgetter(1), other)), repeat(repeat("f_back")))
     stacks = map(takewhile, repeat(partial(is_not, None)), map(accumulate, upwards, repeat(getattr)))
     pairs = zip(map(itemgetter(0), one), map(list, stacks))  # noqa: B905
-    return uncollected(partial(list, pairs))
+    return without_collector(partial(list, pairs))
 
 
 def _own_stack() -> list[FrameType]:
@@ -134,12 +134,12 @@ def _own_stack() -> list[FrameType]:
 
 def _are_inside(frames: list[FrameType], modules: frozenset[int]) -> bool:
     return any(
-        (among := calls.get(frame.f_code)) is not None and not modules.isdisjoint(among(frame.f_locals))
+        (among := modules_inside.get(frame.f_code)) is not None and not modules.isdisjoint(among(frame.f_locals))
         for frame in frames
     )
 
 
-def come(modules: Iterable[int]) -> None:
+def wait_for_turns(modules: Iterable[int]) -> None:
     """Wait for threads with exclusive access to these modules. Called in each thread where a call of the modules
     begins.
 
@@ -159,10 +159,10 @@ def _comes_first(turn: Turn, modules: frozenset[int], called_by: FrameType) -> b
         return True
     outer = _own_stack()
     del outer[: outer.index(called_by) + 1]
-    return not (one_draws._is_owned() or _are_inside(outer, turn.modules))  # type: ignore[attr-defined]
+    return not (generator_lock._is_owned() or _are_inside(outer, turn.modules))  # type: ignore[attr-defined]
 
 
-def settled(judge: Callable[[], T]) -> T:
+def read_undisturbed(judge: Callable[[], T]) -> T:
     """Return `judge()`, an answer about what hangs on models, computed while no other thread had changed it."""
     here = get_ident()
     while True:
@@ -186,7 +186,7 @@ def _wait_for(turn: Turn) -> None:
                 turn.waits_for.add(here)
                 return
 
-    ending(wait, partial(_waiting.pop, token, None))
+    run_then(wait, partial(_waiting.pop, token, None))
 
 
 class _StandstillWatch:
@@ -237,4 +237,4 @@ def _undo_in_child() -> None:
         del _waiting[token]
 
 
-in_children(_undo_in_child)
+after_fork(_undo_in_child)

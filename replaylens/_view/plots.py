@@ -1,6 +1,6 @@
 """Plots of values and of results by matplotlib, which is an optional dependency.
 
-In: tensors, names, numbers. Out: matplotlib Axes.
+In: tensors, grids, names, numbers. Out: matplotlib Axes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def plot_value(label: str, value: Any, kind: str | None, ax: Any, options: dict[
     if kind not in (None, "maps", "attention", "histogram"):
         raise ValueError(f"kind must be 'maps', 'attention', 'histogram' or None, not {kind!r}.")
     if kind == "histogram":
-        return histogram(label, tensors, ax, options)
+        return plot_histogram(label, tensors, ax, options)
     found = pictures(tensors[0], most=16) if tensors else None
     if kind is not None and (found is None or found.is_pattern != (kind == "attention")):
         want = "(batch, channels, height, width)" if kind == "maps" else "(..., heads, to, from) whose rows sum to 1"
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensor"
         raise CannotDraw(f"{label} has no {kind} to draw: they are of a value {want}, and it gives {shapes}.")
-    return histogram(label, tensors, ax, options) if found is None else grids(label, found, ax, options)
+    return plot_histogram(label, tensors, ax, options) if found is None else plot_pictures(label, found, ax, options)
 
 
-def grids(label: str, found: Pictures, ax: Any, options: dict[str, Any]) -> Any:
+def plot_pictures(label: str, found: Pictures, ax: Any, options: dict[str, Any]) -> Any:
     """Plot small pictures side by side on one scale, in a single Axes that fits into any figure."""
     title = f"{label}  {found.title}"
     ax = ax or new_axes(
@@ -59,7 +59,7 @@ def contact_sheet(grids: torch.Tensor, columns: int = 8) -> torch.Tensor:
     return sheet
 
 
-def histogram(label: str, tensors: list[torch.Tensor], ax: Any, options: dict[str, Any]) -> Any:
+def plot_histogram(label: str, tensors: list[torch.Tensor], ax: Any, options: dict[str, Any]) -> Any:
     """Plot the distribution of the elements."""
     found = [numbers_of(tensor) for tensor in tensors]
     numbers = [one.reshape(-1).double() for one in found if one is not None and one.numel()]
@@ -78,7 +78,7 @@ def histogram(label: str, tensors: list[torch.Tensor], ax: Any, options: dict[st
     return ax
 
 
-def bars(names: Sequence[str], numbers: Sequence[float], word: str, ax: Any, options: dict[str, Any]) -> Any:
+def plot_bars(names: Sequence[str], numbers: Sequence[float], word: str, ax: Any, options: dict[str, Any]) -> Any:
     """Plot a bar for each name, the first on top. A number that is not finite is hatched, full-length and labelled."""
     ax = ax or new_axes(6, min(14, 1 + 0.22 * len(names)))
     longest = max([abs(number) for number in numbers if isfinite(number)], default=0.0) or 1.0
@@ -98,3 +98,21 @@ def bars(names: Sequence[str], numbers: Sequence[float], word: str, ax: Any, opt
 def new_axes(width: float, height: float) -> Any:
     """New Axes on a figure of a size in inches."""
     return optional("matplotlib.pyplot", "plot").subplots(figsize=(width, height), layout="constrained")[1]
+
+
+def plot_heatmap(
+    grid: torch.Tensor, rows: Sequence[str], columns: Sequence[str], words: tuple[str, str, str], ax: Any, options: Any
+) -> Any:
+    """Plot a grid as colours symmetric around zero. `words` are the labels of rows, columns and colours."""
+    ax = ax or new_axes(min(16, 3 + 0.32 * len(columns)), min(14, 1.6 + 0.28 * len(rows)))
+    limit = float(torch.nan_to_num(grid.abs(), nan=0.0).max()) or 1.0
+    shown = ax.imshow(grid.numpy(), **{"cmap": "RdBu_r", "vmin": -limit, "vmax": limit, "aspect": "auto", **options})
+    for axis, names in ((ax.yaxis, rows), (ax.xaxis, columns)):
+        step = max(1, len(names) // 40)
+        axis.set_ticks(range(0, len(names), step), labels=[names[n] for n in range(0, len(names), step)])
+    ax.set_ylabel(words[0])
+    ax.set_xlabel(words[1])
+    if len(columns) > 8 and max(map(len, columns)) > 3:  # a column fits three letters
+        ax.tick_params(axis="x", rotation=90)
+    ax.figure.colorbar(shown, ax=ax, label=words[2])
+    return ax

@@ -1,18 +1,20 @@
-"""Which tensors are one object, and which share memory.
+"""How tensors lie in memory: which are one object or share a storage, and copies in a given layout.
 
 In: tensors by name. Out: pairs of names. A program remembers these facts of its inputs and its state: where one of them
-is written, or asked for its address, tensors that share memory otherwise give other values.
+is written, or asked for its address, tensors that share memory otherwise give other values. Copies keep the strides,
+and the bytes in gaps between elements, as `as_strided` can read these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from attrs import frozen
 
 from .equality import same
-from .torch_private import FakeTensor, is_wrapped
+from .torch_private import FakeTensor, is_batched, is_wrapped, negative_view, peek_interpreter_stack
 
 Pair = tuple[str, str]
 
@@ -86,7 +88,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int] | None:
     return (start, start + span(tensor) * tensor.element_size()) if start else None
 
 
-def begin_together(one: torch.Tensor, other: torch.Tensor) -> bool:
+def have_same_address(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if two tensors begin at the same address. For sparse ones all their parts; for others without an address
     their content is compared.
     """
@@ -130,7 +132,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def fills_its_memory(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """True if its elements lie side by side, in any order, without a gap."""
     if tensor.layout is not torch.strided:
         return False
@@ -149,3 +151,74 @@ def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     marks = torch.zeros(max(span(one), span(other)) + abs(shift), dtype=torch.bool)
     marks.as_strided(one.shape, one.stride(), max(-shift, 0)).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), max(shift, 0)).any())
+
+
+def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy with the same strides, the bytes in its gaps included."""
+    if batched is not None and not is_batched(tensor):
+        one = batched.detach().reshape(-1)[:1].sum().to(tensor.dtype)
+        never = torch.zeros((), dtype=torch.bool, device=tensor.device)
+        return torch.where(never, one, tensor)
+    if tensor.is_conj():
+        return writable_copy(tensor.conj()).conj()
+    if tensor.is_neg():
+        return negative_view(writable_copy(negative_view(tensor)))
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor.clone()
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride():
+        return copy
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
+    return flat.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def copy_with_offset(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides and storage offset."""
+    offset = tensor.storage_offset() if tensor.layout is torch.strided else 0
+    if tensor.is_conj():
+        return copy_with_offset(tensor.conj()).conj()
+    if tensor.is_neg():
+        return negative_view(copy_with_offset(negative_view(tensor)))
+    copy = writable_copy(tensor)
+    if not offset or copy.stride() != tensor.stride():
+        return copy
+    span = 1 + sum((size - 1) * stride for size, stride in zip(copy.shape, copy.stride(), strict=True))
+    flat = torch.cat((copy.new_zeros(offset), copy.as_strided((span,), (1,), copy.storage_offset())))
+    return flat.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def detached_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the same layout, without autograd history."""
+    made = tensor.detach()
+    if made.layout is not torch.strided or made.is_quantized or made.is_contiguous() or made.is_meta:
+        return made.clone()
+    spread = torch.empty(0, dtype=made.dtype, device=made.device).set_(made.untyped_storage().clone())
+    return spread.as_strided(made.shape, made.stride(), made.storage_offset())
+
+
+def with_strides(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """The tensor with other strides; unchanged if these would make elements overlap."""
+    if strides is None or tensor.layout is not torch.strided or tensor.stride() == strides:
+        return tensor
+    place = tensor.detach().new_empty_strided(tuple(tensor.shape), strides)
+    return tensor if overlaps_itself(place) else place.zero_().copy_(tensor)  # in a way that gradients can go
+
+
+def in_layout_of(old: Any, new: Any) -> Any:
+    """The new tensor in the memory layout of the old one, whose gaps keep their content, as `as_strided` may read them.
+    Gradients flow to the new tensor.
+    """
+    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(old) == len(new):
+        return tuple([in_layout_of(one, other) for one, other in zip(old, new, strict=True)])
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or _lie_alike(old, new):
+        return new
+    if peek_interpreter_stack() is not None or overlaps_itself(old):
+        return new
+    return copy_with_offset(old.detach()).copy_(new)
+
+
+def _lie_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
+    if old.layout is not torch.strided or new.layout is not torch.strided or old.shape != new.shape:
+        return True
+    return old.stride() == new.stride()
