@@ -2,7 +2,6 @@
 
 Run `python docs/make_architecture.py` after moving code: `tests/test_architecture.py` says when it is needed. The
 picture needs graphviz.
-
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ STAGES = (
 ARROWS = (
     ("model", "capture", "each torch call"),
     ("capture", "recording", "append"),
-    ("recording", "graph", "freeze"),
+    ("recording", "graph", "freeze.py"),
     ("graph", "record", ""),
     ("record", "plan", "replay(from_=, patch=)"),
     ("plan", "code", "once for each kind of request"),

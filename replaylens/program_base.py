@@ -481,7 +481,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
     def _require_settled(self, wanted: str) -> None:
         """Raise if the forward changed Python state that it reads, and the next forward would take another path."""
         record = self._record
-        if not (names := record.graph.altered) or record.graph.not_again:
+        if not (names := record.graph.altered) or record.graph.path_varies:
             return
         what = f"the forward changes {' and '.join(f'`{name}`' for name in names[:3])}, which it reads"
         if self._beginning is None:

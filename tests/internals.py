@@ -11,18 +11,30 @@ from replaylens._capture import (
 )
 from replaylens._capture.dispatch import Handling as Handling, rule_of as rule_of
 from replaylens._capture.provenance import _names_scripts as _names_scripts
+from replaylens._check import model_under_test as model_under_test
 from replaylens._check.aten_audit import (
     OpClass as OpClass,
+    audit_aten_calls as audit_aten_calls,
     comparison_of as comparison_of,
     plain_calls as plain_calls,
     replayed_calls as replayed_calls,
 )
 from replaylens._check.check import LAWS as LAWS, MODEL_LAWS as MODEL_LAWS
-from replaylens._check.model_under_test import ModelUnderTest as ModelUnderTest
+from replaylens._check.model_comparison import (
+    compare_with_hooks as compare_with_hooks,
+    other_inputs_agree as other_inputs_agree,
+)
+from replaylens._check.model_under_test import (
+    ModelUnderTest as ModelUnderTest,
+    with_model_under_test as with_model_under_test,
+)
+from replaylens._check.perturbations import perturbed as perturbed
 from replaylens._check.report import (
     CheckReport as CheckReport,
     Finding as Finding,
     LawResult as LawResult,
+    finding_at as finding_at,
+    finding_at_name as finding_at_name,
 )
 from replaylens._edit.part import Part as Part
 from replaylens._edit.patch import (
@@ -44,7 +56,9 @@ from replaylens._edit.patch import (
 )
 from replaylens._edit.rewrite import prune as prune, reading as reading, renamed as renamed, replace as replace
 from replaylens._ir import (
+    interrupts as interrupts,
     model_state as model_state,
+    model_turns as model_turns,
     torch_private as torch_private,
 )
 from replaylens._ir.equality import (
@@ -70,7 +84,12 @@ from replaylens._ir.node import (
     refs_in as refs_in,
     refs_of as refs_of,
 )
-from replaylens._ir.ops import Quirk as Quirk, kind_of as kind_of
+from replaylens._ir.ops import (
+    Quirk as Quirk,
+    kind_of as kind_of,
+    op_info as op_info,
+    op_info_of_kind as op_info_of_kind,
+)
 from replaylens._ir.target import Target as Target
 from replaylens._ir.torch_private import top_saving_hooks as top_saving_hooks
 from replaylens._ir.trees import freeze_deep as freeze_deep, leaves as leaves
@@ -81,11 +100,17 @@ from replaylens._ir.validate import (
 )
 from replaylens._ir.value_source import ValueSource as ValueSource
 from replaylens._ir.write import (
+    DerivedView as DerivedView,
     Hole as Hole,
+    TargetIndex as TargetIndex,
+    ViewStep as ViewStep,
     Write as Write,
     WriteArguments as WriteArguments,
+    as_plain_call as as_plain_call,
     mutate as mutate,
     original_call as original_call,
+    packed_place as packed_place,
+    unpacked_place as unpacked_place,
 )
 from replaylens._layers.fields import FIELDS as FIELDS
 from replaylens._layers.format import format_bytes as format_bytes, format_duration as format_duration
@@ -98,8 +123,9 @@ from replaylens._layers.program_facts import (
     is_branching as is_branching,
     is_recurrent as is_recurrent,
     max_recurrent_loops as max_recurrent_loops,
+    passes_of_layers as passes_of_layers,
 )
-from replaylens._replay import rng_stream as rng_stream
+from replaylens._replay import edits as edits, rng_stream as rng_stream
 from replaylens._replay.alias_analysis import detached_views as detached_views, writes_views as writes_views
 from replaylens._replay.edits import _is_close as _is_close
 from replaylens._replay.plan import plan as plan
@@ -107,18 +133,20 @@ from replaylens._replay.record import Versions as Versions
 from replaylens._replay.replay import execute as execute
 from replaylens._replay.request import Request as Request
 from replaylens._study.paths import residual_branches as residual_branches
-from replaylens._sweep import engine as engine
-from replaylens._sweep.alignment import Alignment as Alignment
+from replaylens._sweep import engine as engine, prepared_program as prepared_program
+from replaylens._sweep.alignment import Alignment as Alignment, close_across_batches as close_across_batches
 from replaylens._sweep.batched_ops import BatchedOp as BatchedOp
-from replaylens._sweep.prepared_program import PreparedProgram as PreparedProgram
+from replaylens._sweep.prepared_program import PreparedProgram as PreparedProgram, selected_rows as selected_rows
 from replaylens._torchlens.names import Alias as Alias, TorchLensNames as TorchLensNames
-from replaylens._view.grouping import ViewOptions as ViewOptions
-from replaylens._view.layered_layout import Track as Track
+from replaylens._view.grouping import ViewOptions as ViewOptions, scene_of as scene_of
+from replaylens._view.layered_layout import Track as Track, frame_rows as frame_rows
 from replaylens._view.overlays import Diff as Diff
+from replaylens._view.page import layer_cards as layer_cards
 from replaylens._view.scene import back_edges as back_edges
 from replaylens._view.theme import PAPER as PAPER
 from replaylens._view.values import (
     LayerChange as LayerChange,
+    change_between as change_between,
     pictures as pictures,
     statistics as statistics,
 )

@@ -23,8 +23,8 @@ from internals import (
     Scope,
     Span,
     State,
-    at_name,
-    at_node,
+    finding_at,
+    finding_at_name,
     leaves,
     refs_in,
 )
@@ -52,15 +52,15 @@ def _numbers(graph: Graph) -> Iterator[Finding]:
         if label in bases:
             continue
         if turn not in ("", "1"):
-            yield at_node(node, "is the first of its layer to run, and is not called its first pass")
+            yield finding_at(node, "is the first of its layer to run, and is not called its first pass")
         bases.add(label)
         kind = "input" if isinstance(node, Input) else label.rsplit("_", 2)[0]
         if isinstance(node, Call) and node.kind != kind:
-            yield at_node(node, f"is called {label}, and its type is {node.kind}")
+            yield finding_at(node, f"is called {label}, and its type is {node.kind}")
         total, of_kind[kind] = total + 1, of_kind[kind] + 1
         wanted = f"{kind}_{of_kind[kind]}_{total}"
         if label.rstrip("'") != wanted:
-            yield at_node(node, f"is called {label}, and its place is that of {wanted}")
+            yield finding_at(node, f"is called {label}, and its place is that of {wanted}")
             return  # all that follow are off by the same
 
 
@@ -81,10 +81,10 @@ def _passes(graph: Graph, as_captured: bool) -> Iterator[Finding]:
         wanted = list(range(1, len(calls) + 1)) if as_captured else sorted(set(numbers))
         if numbers != wanted:
             wrong = next(call for call, one, other in zip(calls, numbers, [*wanted, 0], strict=False) if one != other)
-            yield at_node(wrong, f"the passes of {layer} are numbered {numbers}")
+            yield finding_at(wrong, f"the passes of {layer} are numbered {numbers}")
         kinds = {(call.target, _parameters(graph, call)) for call in calls if not call.edited}
         if len(kinds) > 1:
-            yield at_node(calls[-1], f"is a pass of {layer}, and not the same call as the others")
+            yield finding_at(calls[-1], f"is a pass of {layer}, and not the same call as the others")
 
 
 def _parameters(graph: Graph, call: Call) -> frozenset[str]:
@@ -104,7 +104,7 @@ def _modules(graph: Graph, as_captured: bool) -> Iterator[Finding]:
         stack = node.scope.stack
         if back := [scope for scope in stack if scope in left]:
             if as_captured and _has_address(back[0]):
-                yield at_node(node, f"lies in module call {back[0]}, which had ended before")
+                yield finding_at(node, f"lies in module call {back[0]}, which had ended before")
             continue
         left.update(scope for scope in last if scope not in stack)
         entered.update(dict.fromkeys(stack))
@@ -135,7 +135,7 @@ def _given_by_modules(graph: Graph) -> Iterator[Finding]:
             inside = isinstance(node, Call) and node.scope is not None and scope in node.scope.stack
             if isinstance(node, Call) and not inside and _begins_after(graph, scope, ref.node) is False:
                 fact = f"is the output of module call {scope}, and neither ran in it nor before it"
-                yield at_node(node, fact)
+                yield finding_at(node, fact)
 
 
 def _begins_after(graph: Graph, scope: Scope, name: str) -> bool | None:
@@ -156,11 +156,11 @@ def _neighbours(atlas: LayerIndex) -> Iterator[Finding]:
     for label, names in parents.items():
         for name in names:
             if name in children and label not in children[name]:
-                yield at_name(graph, name, f"{label} has it as a parent, and is no child of it")
+                yield finding_at_name(graph, name, f"{label} has it as a parent, and is no child of it")
     for label, names in children.items():
         for name in names:
             if name in parents and label not in parents[name]:
-                yield at_name(graph, name, f"{label} has it as a child, and is no parent of it")
+                yield finding_at_name(graph, name, f"{label} has it as a child, and is no parent of it")
 
 
 def _lookups(atlas: LayerIndex) -> Iterator[Finding]:
@@ -171,7 +171,7 @@ def _lookups(atlas: LayerIndex) -> Iterator[Finding]:
         names += [short] if shorts[short := Label.of(place.label).short] == 1 else []
         for name in names:
             if not _finds(atlas, name, place):
-                yield at_name(atlas.graph, place.node, f"{name!r} does not lead to {place.label}")
+                yield finding_at_name(atlas.graph, place.node, f"{name!r} does not lead to {place.label}")
 
 
 def _finds(atlas: LayerIndex, name: Any, place: Location) -> bool:
@@ -200,7 +200,7 @@ def _distances(lens: ProgramFacts) -> Iterator[Finding]:
         for place, span in zip(places, said, strict=True):
             if span != (true := counted.get(place.label)):
                 fact = f"says that it has {_worded(span)} {where}; counted anew, it has {_worded(true)}"
-                yield at_name(lens.graph, place.label, fact)
+                yield finding_at_name(lens.graph, place.label, fact)
 
 
 def _reads(lens: ProgramFacts) -> dict[str, set[str]]:

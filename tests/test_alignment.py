@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from internals import Alignment, BatchedOp, PreparedProgram, close, taken_rows
+from internals import Alignment, BatchedOp, PreparedProgram, close_across_batches as close, selected_rows
 from torch.nn import functional as F
 
 import replaylens as rl
@@ -366,7 +366,7 @@ TAKING = {
 @pytest.mark.parametrize("name", TAKING)
 def test_the_rows_that_a_view_takes_are_known_of_its_memory(name):
     function, rows = TAKING[name]
-    assert taken_rows(last_step(function, of(3, 5, 4))) == rows
+    assert selected_rows(last_step(function, of(3, 5, 4))) == rows
 
 
 def test_what_was_proved_serves_every_call_of_the_same_kind_and_no_other():

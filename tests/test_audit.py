@@ -17,13 +17,13 @@ from internals import (
     OpClass,
     Ref,
     Target,
-    audit,
+    audit_aten_calls as audit,
+    compare_with_hooks as witness,
     comparison_of,
-    other_inputs,
+    other_inputs_agree,
     plain_calls,
     replayed_calls,
-    under_check,
-    witness,
+    with_model_under_test,
 )
 from oracle import belongings, generators, tensors
 from torch import nn
@@ -318,7 +318,7 @@ def test_whichever_node_a_program_drops_its_calls_are_missed() -> None:
         case = build()
         if case.refusal or raises_plainly(name):
             continue
-        under_check(case.model, case.args, dict(case.kwargs), partial(drop, name))
+        with_model_under_test(case.model, case.args, dict(case.kwargs), partial(drop, name))
     assert len(dropped) > 1500
 
 
@@ -342,7 +342,7 @@ def broken(law: Callable, change: Callable) -> tuple:
         assert law(subject), "the law holds before the change"
         return law(evolve(subject, record=change(subject.record))).failures
 
-    return under_check(Small().train(), (torch.randn(2, 3, 4, 4),), {}, ask)
+    return with_model_under_test(Small().train(), (torch.randn(2, 3, 4, 4),), {}, ask)
 
 
 def with_call(record, name: str, **changes):
@@ -512,7 +512,7 @@ def test_inputs_in_another_order_are_seen_by_the_witness() -> None:
         assert witness(subject)
         return witness(evolve(subject, record=turned)).failures
 
-    (found,) = under_check(model, (one, other), {}, ask)
+    (found,) = with_model_under_test(model, (one, other), {}, ask)
     assert found.fact == "the inputs are recorded otherwise than they were given: other numbers"
 
 
@@ -551,7 +551,7 @@ def test_a_constant_in_the_place_of_what_depends_on_the_input_is_seen_on_other_i
         call = by_kind(record, "mean")
         return with_call(record, call.name, target=Target.of(the_same_number))
 
-    (found,) = broken(other_inputs, change)
+    (found,) = broken(other_inputs_agree, change)
     assert found.fact.startswith("on other inputs the model's own output is other numbers")
 
 

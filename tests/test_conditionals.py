@@ -1,7 +1,7 @@
 """What a model read to choose its way, and what kind of network a program is."""
 
 import torch
-from internals import Conditionals, is_branching, is_recurrent, max_recurrent_loops, passes
+from internals import Conditionals, is_branching, is_recurrent, max_recurrent_loops, passes_of_layers as passes
 from torch import nn
 
 import replaylens as rl

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from internals import freeze_deep, others_than
+from internals import freeze_deep, perturbed
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -545,7 +545,7 @@ def test_nonsense_is_made_of_integers_up_to_the_ends_of_their_type(dtype):
     ends = torch.iinfo(dtype)
     for numbers in ([ends.min, ends.max, 0], [ends.max] * 3, [ends.min] * 3, [1, 2, 3]):
         value = torch.tensor(numbers, dtype=dtype)
-        made = list(others_than(value))
+        made = list(perturbed(value))
         assert all(one.dtype == dtype and one.shape == value.shape for one in made)
         assert not all(torch.equal(one, value) for one in made)
 

@@ -14,7 +14,7 @@ import graphviz
 import pytest
 import torch
 from drawn_models import PICTURES, Shared, Stack, Towers, captured, figures, stack
-from internals import PAPER, ViewOptions, back_edges, compare, scene, visualize
+from internals import PAPER, ViewOptions, back_edges, change_between as compare, scene_of as scene, visualize
 from torch import nn
 from zoo import MODELS, is_refused_so
 

@@ -547,7 +547,7 @@ def test_a_custom_function_whose_backward_cannot_be_kept():
 
 def test_a_graph_that_breaks_laws_is_told_all_of_them():
     scalar = TensorSpec((), torch.float32, "cpu", ())
-    call = Call("a", "sin", Target.of(torch.sin), (Ref("b"),), returns=Ref("a"), meaning=(scalar,))
+    call = Call("a", "sin", Target.of(torch.sin), (Ref("b"),), returns=Ref("a"), spec=(scalar,))
     broken = Graph((Input("x", (0,), scalar), call, Input("x", (1,), scalar)), Ref("z"))
     assert said(errors.UnlawfulGraph, lambda: require_lawful(broken)) == (
         "the graph breaks 3 laws:\n"

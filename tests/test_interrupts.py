@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 from internals import (
     capture as capture_module,
+    interrupts as world,
+    model_turns as turns,
     provenance as origins,
     rng_stream,
     scopes,
     snapshot as collecting,
-    turns,
-    world,
 )
 from torch import nn
 
@@ -43,10 +43,10 @@ HOME = str(Path(rl.__file__).parent)
 LEAVES = (
     "collect_new set_aside set_back _count _traced_function _open "
     "listening _leave _put_in _take_out marking_older_objects _began _ended eager_compiler deeper_stack during changed _recorded_world leave "
-    "begin _run _unseen _running_patch reentered beneath_leaf under_check _same_world _trace_once trace_twice run_with_patches capture_without_effects "
-    "open_layers _reporting_failure execute interpret put_back put_generators_back put_own_generators_back __call__ compute_patch "
-    "function_apply module_call forward _captured undo surely with_turn alone_with _await_others drawing_alone "
-    "users_state see_functions undisturbed _capture_without_effects _run_with_patches _under_check run check _take_out_if_idle alone let_go"
+    "begin _run _unseen _running_patch reentered beneath_leaf with_model_under_test _restored_switches _trace_once trace_twice run_with_patches capture_without_effects "
+    "without_fused_layers _reporting_failure execute interpret put_back put_generators_back put_own_generators_back __call__ compute_patch "
+    "function_apply module_call forward _captured undo run_to_end with_turn exclusive _wait_for_others exclusive_generator "
+    "user_generator_state see_functions with_model_to_itself _capture_without_effects _run_with_patches _under_check run check _take_out_if_idle alone release_fully"
 ).split()
 
 
@@ -150,9 +150,9 @@ def surroundings() -> dict[str, Any]:
     free: list[bool] = []
 
     def ask() -> None:
-        free.append(world.one_draws.acquire(blocking=False))
+        free.append(world.generator_lock.acquire(blocking=False))
         if free[0]:
-            world.one_draws.release()
+            world.generator_lock.release()
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -179,7 +179,7 @@ def surroundings() -> dict[str, Any]:
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "autocast": torch.is_autocast_enabled("cpu"),
         "dtype": torch.get_default_dtype(),
-        "outside": len(rng_stream.outside),
+        "outside": len(rng_stream.user_states),
         "layers": torch.backends.mha.get_fastpath_enabled(),
     }
 
@@ -304,7 +304,7 @@ def works() -> bool:
     wanted = Net()(x())
     seeds()
     ran = rl.run(Net(), x())
-    clean = nn.Module.__call__ is scopes._module_call and not scopes._listeners and not rng_stream.outside
+    clean = nn.Module.__call__ is scopes._module_call and not scopes._listeners and not rng_stream.user_states
     return clean and torch.equal(ran.output, wanted) and not collecting.is_frozen()
 
 
@@ -344,7 +344,7 @@ def test_a_child_that_is_forked_while_another_thread_captures_has_clean_entries(
 
 @forks
 @forks_among_threads
-@pytest.mark.parametrize("lock", [world.one_draws, scopes._lock, origins._lock, capture_module._settings_lock])
+@pytest.mark.parametrize("lock", [world.generator_lock, scopes._lock, origins._lock, capture_module._settings_lock])
 def test_a_child_that_is_forked_while_another_thread_holds_a_lock_does_not_wait_for_it(lock):
     def work(begun: threading.Event, over: threading.Event) -> None:
         with lock:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attrs import evolve
-from internals import Call, Quirk, info, model_under_test, writes as twins
+from internals import Call, Quirk, model_under_test, op_info as info, writes as twins
 from oracle import assert_same, belongings, generators
 from torch import Tensor, nn
 
@@ -127,7 +127,7 @@ FAULTS = {
     ),
     "a frozen layer is read as ever": (
         with_a_frozen_layer,
-        lambda patch: patch("replaylens._capture.tracer.turn", passed_by),
+        lambda patch: patch("replaylens._capture.tracer.set_requires_grad", passed_by),
     ),
     "a thawed layer stays frozen": (
         with_a_frozen_layer,
@@ -139,15 +139,17 @@ FAULTS = {
     ),
     "a hook that stays goes": (
         with_a_hook_that_stays,
-        lambda patch: patch("replaylens._capture.autograd_effects.hooked", lambda tensor, hook: tensor.view_as(tensor)),
+        lambda patch: patch(
+            "replaylens._capture.autograd_effects.with_gradient_hook", lambda tensor, hook: tensor.view_as(tensor)
+        ),
     ),
     "elu in place is elu": (
         with_elu_in_place,
-        lambda patch: patch("replaylens._capture.writes.info", as_exact_in_place),
+        lambda patch: patch("replaylens._capture.writes.op_info", as_exact_in_place),
     ),
     "a late write is not looked for": (
         with_a_late_write,
-        lambda patch: patch("replaylens._capture.writes.note_late_write", lambda *args, **words: None),
+        lambda patch: patch("replaylens._capture.writes.check_late_write", lambda *args, **words: None),
     ),
 }
 
@@ -232,7 +234,7 @@ def test_a_model_that_asks_for_flags_and_has_no_parameters_is_not_asked_and_the_
 
 
 def test_a_fault_is_not_hidden_where_only_inputs_as_they_were_given_are_taken(monkeypatch):
-    monkeypatch.setattr("replaylens._capture.tracer.turn", passed_by)
+    monkeypatch.setattr("replaylens._capture.tracer.set_requires_grad", passed_by)
 
     def run(m, x):
         return asks_the_input(m, x) + with_a_frozen_layer(m, x).sum()
@@ -256,7 +258,7 @@ def made_by_out(m, x):
 
 
 def without_its_history(monkeypatch):
-    monkeypatch.setattr("replaylens._capture.writes._may_have_history", lambda recorder, target: False)
+    monkeypatch.setattr("replaylens._capture.writes._may_need_gradient", lambda recorder, target: False)
 
 
 @pytest.mark.parametrize("run", [written_under_no_grad, filled, made_by_out])

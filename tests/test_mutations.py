@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from internals import LAWS, Call, Ref, Scope, Target, Versions, plain_call, reading, renamed as renamed_node
+from internals import LAWS, Call, Ref, Scope, Target, Versions, as_plain_call, reading, renamed as renamed_node
 from metadata_law import wrong_metadata
 from torch import nn
 
@@ -52,7 +52,7 @@ def with_graph(prog: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def with_node(prog: Any, name: str, **changes: Any) -> Any:
-    made = plain_call if "target" in changes else evolve
+    made = as_plain_call if "target" in changes else evolve
     return with_graph(
         prog,
         lambda graph: evolve(
@@ -291,7 +291,7 @@ def nodes_in_the_wrong_order(prog):
 @caught_by("graph")
 def meaning_of_a_value_lost(prog):
     name = call(prog, "setitem").name
-    return with_node(prog, name, meaning=()), name
+    return with_node(prog, name, spec=()), name
 
 
 @caught_by("graph")

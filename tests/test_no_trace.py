@@ -451,7 +451,7 @@ def test_tuples_that_another_thread_is_building_are_let_alone(often_switching):
         try:
             for _ in range(30):
                 assert any(tensor is TABLE for tensor in origins._listed_tensors())
-                assert not origins.is_older(TABLE, origins.Moment([]))
+                assert not origins.is_older(TABLE, origins.StartMark([]))
         finally:
             is_over.set()
         assert built.result()

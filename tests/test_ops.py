@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from internals import Handling, Quirk, info, kind_of, of_kind, rule_of
+from internals import Handling, Quirk, kind_of, op_info as info, op_info_of_kind, rule_of
 
 import replaylens as rl
 
@@ -84,7 +84,7 @@ def test_functions_methods_and_operators_of_one_name_are_one():
     assert info(torch.Tensor.__iadd__).is_in_place
     assert not info(torch.add).is_in_place
     assert info("__rmod__").has(Quirk.CAN_RAISE_ON_INTEGERS)
-    assert of_kind("scaleddotproductattention") is info(F.scaled_dot_product_attention)
+    assert op_info_of_kind("scaleddotproductattention") is info(F.scaled_dot_product_attention)
 
 
 def test_an_argument_of_attention_is_found_by_its_schema():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from internals import Track, cards, pictures, rows_of, scene, statistics
+from internals import Track, frame_rows, layer_cards as cards, pictures, scene_of as scene, statistics
 from torch import nn
 from zoo import MODELS, silence
 
@@ -225,7 +225,7 @@ def test_each_thing_stands_below_what_it_reads(prog, monkeypatch, path):
     if path is not None:
         monkeypatch.setenv("PATH", path)
     made = scene(prog.graph, prog._index)
-    found = rows_of(made)
+    found = frame_rows(made)
     for frame, rows in found.items():
         items = [item for row in rows.rows for item in row if not isinstance(item, Track)]
         assert sorted(items) == sorted(item.key for item in made.inside[frame])
@@ -238,9 +238,9 @@ def test_each_thing_stands_below_what_it_reads(prog, monkeypatch, path):
 
 def test_both_ways_to_order_rows_keep_their_content(prog, monkeypatch):
     made = scene(prog.graph, prog._index)
-    by_dot = rows_of(made)
+    by_dot = frame_rows(made)
     monkeypatch.setenv("PATH", "")
-    here = rows_of(made)
+    here = frame_rows(made)
     assert [list(map(set, rows.rows)) for rows in by_dot.values()] == [
         list(map(set, rows.rows)) for rows in here.values()
     ]

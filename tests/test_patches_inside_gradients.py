@@ -111,7 +111,7 @@ def test_a_sweep_says_what_a_replay_says(way, metric):
 @pytest.mark.parametrize("way", [way for way in WAYS if way is not hessian], ids=lambda way: way.__name__)
 def test_a_function_of_a_value_inside_a_gradient_says_that_it_misses_it(way):
     _, _, prog = captured(way)
-    inside = [c.name for c in prog.graph.calls if c.is_differentiated and c.meaning[0].device != "meta"]
+    inside = [c.name for c in prog.graph.calls if c.is_differentiated and c.spec[0].device != "meta"]
     for name in inside:
         try:
             function = prog.function(inputs=[name])

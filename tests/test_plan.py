@@ -22,7 +22,7 @@ def graph(text, outputs="", guards=()):
             nodes.append(State(name, name, "parameter", SCALAR))
         else:
             refs = tuple(Ref(read) for read in reads)
-            nodes.append(Call(name, "call", Target.of(torch.sin), refs, returns=Ref(name), meaning=(SCALAR,)))
+            nodes.append(Call(name, "call", Target.of(torch.sin), refs, returns=Ref(name), spec=(SCALAR,)))
     places = {node.name: place for place, node in enumerate(nodes)}
     asked = tuple(Guard(Target.of(bool), (Ref(name),), position=places[name] + 1) for name in guards)
     return Graph(tuple(nodes), tuple(Ref(name) for name in outputs or nodes[-1].name), guards=asked)

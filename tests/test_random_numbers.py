@@ -468,7 +468,7 @@ def test_generators_that_nobody_draws_from_are_not_named():
     np.random.seed(1)
     np.random.randn()
     prog = captured(several)
-    assert prog.graph.drawn_elsewhere == ()
+    assert prog.graph.other_random_sources == ()
 
 
 # ---- draws that take as many numbers as contents ask -------------------------------------------------------------------

@@ -1092,9 +1092,9 @@ def test_a_tensor_without_an_address_may_have_the_id_of_one_that_was_looked_at(m
     if not guarded:
         monkeypatch.setattr(model_state, "TensorGuards", None)
     went, came = torch.ones(3), make()
-    model_state.look_at(went)
-    model_state.looks_at([went, torch.ones(3)])
+    model_state.raw_state(went)
+    model_state.raw_states([went, torch.ones(3)])
     for table in (model_state._known, model_state._together):
         monkeypatch.setitem(table, id(came), table[id(went)])
-    assert [look[2] for look in model_state.looks_at([came, came])()] == [None, None]
-    assert model_state.look_at(came)[2] is None
+    assert [look[2] for look in model_state.raw_states([came, came])()] == [None, None]
+    assert model_state.raw_state(came)[2] is None

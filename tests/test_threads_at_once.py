@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from internals import scopes, turns, world
+from internals import interrupts as world, model_turns as turns, scopes
 from torch import nn
 
 import replaylens as rl
@@ -32,7 +32,7 @@ def nothing_left() -> Iterator[None]:
     """Entries are what they were, locks are free, nobody waits."""
     yield
     assert nn.Module.__call__ is scopes._module_call
-    assert not turns.turns and not turns._waiting and not world.one_draws._is_owned()
+    assert not turns.turns and not turns._waiting and not world.generator_lock._is_owned()
 
 
 def x() -> torch.Tensor:

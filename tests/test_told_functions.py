@@ -125,6 +125,6 @@ def test_a_gradient_that_such_a_function_would_be_told_of_is_refused(name):
 def test_such_a_function_that_asks_nothing_runs_with_the_others():
     model = Model(function(lambda ctx, x: x * 2.0), "between")
     prog = rl.capture(model, X)
-    assert not prog.graph.told
+    assert not prog.graph.flag_readers
     with torch.no_grad():
         assert torch.equal(rl.capture(model, X).function()(Y), model(Y))

@@ -13,21 +13,21 @@ import pytest
 import torch
 from attrs import evolve
 from internals import (
-    Derived,
+    DerivedView,
     Hole,
     InnerGradient,
-    Nth,
     Ref,
-    Step,
     Target,
+    TargetIndex,
+    ViewStep,
     Write,
     WriteArguments,
+    as_plain_call,
     mutate,
     original_call,
-    packed,
-    plain_call,
+    packed_place as packed,
     problems,
-    unpacked,
+    unpacked_place as unpacked,
 )
 
 import replaylens as rl
@@ -72,19 +72,19 @@ def test_a_write_names_what_it_is_given_and_what_it_gives():
     given, gives = write.arguments, write.gives
     assert given.function == Target.of(torch.Tensor.add_)
     assert given.bases == (Ref("mul_1_2"),)
-    assert given.args == (packed(Nth(0)), Ref("input_2_1"))
+    assert given.args == (packed(TargetIndex(0)), Ref("input_2_1"))
     (view,) = map(unpacked, given.targets)
     assert view.base == 0 and [unpacked(step).function.short for step in view.steps] == ["__getitem__"]
     assert given.values == (Ref("getitem_1_3"),)
     assert gives == (None, (Ref(write.name, (1, 0)),), (Ref(write.name, (2, 0)),))
-    assert write.is_handed_on and not write.writes_out and write.only_read == ()
+    assert write.returns_target and not write.writes_out and write.only_read == ()
 
 
 def test_a_write_keeps_of_its_views_values_only_those_that_a_patch_has_parted():
     _, write = written()
     (value,) = write.arguments.values
-    assert write.keeping({value}) == write
-    assert write.keeping(set()).arguments.values == (None,)
+    assert write.with_values({value}) == write
+    assert write.with_values(set()).arguments.values == (None,)
 
 
 def test_an_inner_gradient_names_what_it_is_given():
@@ -114,8 +114,8 @@ def test_the_models_own_call_is_found_beneath_what_makes_it_pure(name):
 
 
 def other_view(base, *holes):
-    step = Step(Target.of(torch.Tensor.select), (*holes, 0, 0), (), (), True)
-    return packed(Derived(base, (packed(step),)))
+    step = ViewStep(Target.of(torch.Tensor.select), (*holes, 0, 0), (), (), True)
+    return packed(DerivedView(base, (packed(step),)))
 
 
 MALFORMED = {
@@ -124,13 +124,13 @@ MALFORMED = {
     "has keyword arguments without names": lambda w: w.given(kwargs=()),
     "has bases that are not one value each": lambda w: w.given(bases=w.arguments.bases * 2),
     "has a target that is a view of no base": lambda w: w.given(targets=(other_view(1, Hole.HERE),)),
-    "has an argument that is none of its targets": lambda w: w.given(args=(packed(Nth(1)),)),
+    "has an argument that is none of its targets": lambda w: w.given(args=(packed(TargetIndex(1)),)),
     "has a view that is not one of one tensor": lambda w: w.given(targets=(other_view(0),)),
     "has 0 values for 1 targets": lambda w: w.given(values=()),
     "has 1 values for 1 targets": lambda w: w.given(values=(0,)),
     "does not give what it wrote, and each base": lambda w: evolve(w, returns=(*w.returns[:2], ())),
     "is a Write and calls sin": lambda w: evolve(w, target=Target.of(torch.sin)),
-    "writes in place and is no Write": lambda w: plain_call(w),
+    "writes in place and is no Write": lambda w: as_plain_call(w),
 }
 
 
@@ -153,7 +153,7 @@ MALFORMED_GRADIENTS = {
     "runs 1 nodes again, and has 2 in its stretch": lambda g: evolve(g, through=g.through[:1]),
     "does not have a cotangent for each output of its stretch": lambda g: with_given(g, cotangents=()),
     "has the values of its stretch exactly where it is not differentiated again": lambda g: with_given(g, there=()),
-    "runs others again and is no InnerGradient": lambda g: plain_call(g),
+    "runs others again and is no InnerGradient": lambda g: as_plain_call(g),
 }
 
 

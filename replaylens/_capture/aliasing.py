@@ -71,7 +71,7 @@ def may_have_gradient(recording: Recording, handle: ValueId) -> bool:
         if isinstance(record, SourceRecord):
             if record.kind == "input" or record.tensor.requires_grad:
                 return True
-        elif (record.context[0] or not recording.ambient[0]) and not detaches(record.function):
+        elif (record.context[0] or not recording.outer_modes[0]) and not detaches(record.function):
             above = set(reads_of(record)) - seen
             seen |= above
             stack.extend(above)

@@ -194,7 +194,7 @@ def set_requires_grad(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> 
     before = tensor.requires_grad
     if before == wanted or not tensor.is_leaf or recorder.functorch or tensor.is_inference():
         result = func(*args, **kwargs)
-        if before is wanted is False and not recorder.recording.ambient[0]:  # else this may raise, or freeze
+        if before is wanted is False and not recorder.recording.outer_modes[0]:  # else this may raise, or freeze
             recorder.ask("flags", torch.Tensor.requires_grad.__get__, (tensor,), {}, False)  # type: ignore[attr-defined]
         return result
     source = recorder.read(tensor)
@@ -312,7 +312,7 @@ def recomputed_writes(recorder: Recorder) -> list[tuple[Any, str]]:
 
 def _may_checkpoint_unseen(recorder: Recorder) -> bool:
     """True if the code names a checkpoint where gradients are off, and a checkpoint leaves no mark."""
-    if recorder.recording.ambient[0] or not recorder.recording.state.changes:
+    if recorder.recording.outer_modes[0] or not recorder.recording.state.changes:
         return False
     code = forward_code(recorder.recording.model, recorder.origins.modules)
     return any("checkpoint" in name for one in code for name in one.co_names)

@@ -188,7 +188,7 @@ def _trace_once(forward: TraceRequest, recording: Recording, origins: Provenance
         }
         tracer.draws.model_states = {id(g): state for g, state in forward.beginning.snapshot.generators}
         recording.default_dtype = torch.get_default_dtype()
-        recording.ambient, recording.is_deep = tracer.context(), deep
+        recording.outer_modes, recording.is_deep = tracer.context(), deep
         recording.default_device = default_device()
         recording.model = forward.model if isinstance(forward.model, FunctionType) else None
         recording.input_facts.takes_any_keyword = _takes_any_keyword(forward.model)
@@ -227,13 +227,13 @@ def _record_end(forward: TraceRequest, tracer: Tracer, output: Any) -> None:
     record_changes(tracer, forward.beginning.snapshot)
     if tracer.leaves_changes:
         recording.state.altered = changed_attributes(tracer, forward.beginning.snapshot)
-    recording.state.computed_again = recomputed_writes(tracer)
+    recording.state.recomputed_writes = recomputed_writes(tracer)
     _take_touched(tracer)
     _require_one_memory(tracer)
     _require_one_storage(tracer, forward.beginning.snapshot)
     recording.rng.left = tracer.draws.final_state()
     beginning = forward.beginning
-    recording.rng.drawn_elsewhere = (
+    recording.rng.other_random_sources = (
         *beginning.rng.moved(),
         *beginning.snapshot.drawn_generators(),
         *tracer.draws.only_model,
@@ -362,11 +362,11 @@ def _with_original_dtypes(graph: Graph, places: dict[str, StatePlace], recording
     for position, (node, source) in enumerate(zip(graph.nodes, recording.records, strict=True)):
         if not isinstance(node, State) or (place := places.get(node.address)) is None:
             continue
-        if place.dtype is not None and place.dtype is not node.meaning.dtype:
-            node = evolve(node, meaning=evolve(node.meaning, dtype=place.dtype))
+        if place.dtype is not None and place.dtype is not node.spec.dtype:
+            node = evolve(node, spec=evolve(node.spec, dtype=place.dtype))
         if isinstance(source, SourceRecord) and recording.strides:
-            strides = recording.strides.get(id(source.tensor), node.meaning.strides)
-            node = evolve(node, meaning=evolve(node.meaning, strides=strides))
+            strides = recording.strides.get(id(source.tensor), node.spec.strides)
+            node = evolve(node, spec=evolve(node.spec, strides=strides))
         nodes[position] = node
     return graph if all(map(operator.is_, nodes, graph.nodes)) else evolve(graph, nodes=tuple(nodes))
 

@@ -27,20 +27,20 @@ def with_dynamic_shapes(nodes: list[Node]) -> list[Node]:
     """The nodes; `is_dynamic` is set on each call that can give another shape on other values."""
     places = {node.name: number for number, node in enumerate(nodes)}
 
-    def meaning(ref: Ref) -> TensorSpec:
+    def spec(ref: Ref) -> TensorSpec:
         return specs_of(nodes[places[ref.node]])[ref]
 
-    marked = [(node, isinstance(node, Call) and _is_dynamic(node, meaning)) for node in nodes]
+    marked = [(node, isinstance(node, Call) and _is_dynamic(node, spec)) for node in nodes]
     return [
         evolve(node, is_dynamic=dynamic) if isinstance(node, Call) and dynamic != node.is_dynamic else node
         for node, dynamic in marked
     ]
 
 
-def _is_dynamic(call: Call, meaning: Meaning) -> bool:
+def _is_dynamic(call: Call, spec: Meaning) -> bool:
     if call.is_dynamic and not _is_known(call.target.function):
         return True
-    for known in call.meaning:
+    for known in call.spec:
         if known.stored is not None:
             return True
     if _keeps_shapes(call):
@@ -48,7 +48,7 @@ def _is_dynamic(call: Call, meaning: Meaning) -> bool:
     inner = original_call(call).target
     is_operator = inner.is_property or inner.short.startswith("__")  # of Python's
     op = op_info(inner)
-    return (op.has(Quirk.SHAPE_BY_INDEX) or not is_operator) and _decides(op, call, meaning)
+    return (op.has(Quirk.SHAPE_BY_INDEX) or not is_operator) and _decides(op, call, spec)
 
 
 def _is_known(function: Any) -> bool:
@@ -64,10 +64,10 @@ def _keeps_shapes(call: Call) -> bool:
     return not refs_in(call.gives.result)
 
 
-def _decides(op: OpInfo, call: Call, meaning: Meaning) -> bool:
+def _decides(op: OpInfo, call: Call, spec: Meaning) -> bool:
     given = list(leaves(call.trees))
     if op.has(Quirk.SHAPE_BY_INDEX):
-        return any(_by_content(item, meaning) for item in call.args[1:])
+        return any(_by_content(item, spec) for item in call.args[1:])
     if op.has(Quirk.SHAPE_BY_ENDS):
         return bool(call.refs)
     if op.has(Quirk.SHAPE_BY_CONDITION):
@@ -78,24 +78,24 @@ def _decides(op: OpInfo, call: Call, meaning: Meaning) -> bool:
         return not any(type(leaf) is int and leaf > 0 for leaf in given)
     if op.has_dynamic_shape:
         return True
-    return not op.is_pointwise and any(_is_number(leaf, meaning) for leaf in _in_places_of_numbers(call))
+    return not op.is_pointwise and any(_is_number(leaf, spec) for leaf in _in_places_of_numbers(call))
 
 
-def _by_content(index: Any, meaning: Meaning) -> bool:
+def _by_content(index: Any, spec: Meaning) -> bool:
     """True for a mask, or a slice whose ends are tensors; index tensors do not decide a shape."""
     if type(index) is Ref:
-        return meaning(index).dtype in (torch.bool, torch.uint8)
+        return spec(index).dtype in (torch.bool, torch.uint8)
     if isinstance(index, Branch) and index.kind is slice:
         return any(type(item) is Ref for item in index.items)
     items = index.items if isinstance(index, Branch) else index if type(index) is tuple else ()
-    return any(_by_content(item, meaning) for item in items)
+    return any(_by_content(item, spec) for item in items)
 
 
-def _is_number(leaf: Any, meaning: Meaning) -> bool:
+def _is_number(leaf: Any, spec: Meaning) -> bool:
     """True for a whole number that is a tensor: torch reads its content where it takes a number."""
     if type(leaf) is not Ref:
         return False
-    known = meaning(leaf)
+    known = spec(leaf)
     return not known.dtype.is_floating_point and not known.dtype.is_complex and prod(known.shape) == 1
 
 
@@ -156,6 +156,6 @@ def _can_raise(call: Call, by_layout: bool) -> bool:
     if by_layout and isinstance(call, Write) and call.writes_out:
         return True
     ways = {Quirk.CAN_RAISE, *([Quirk.CAN_RAISE_BY_LAYOUT] if by_layout else ())}
-    if not any(meaning.is_differentiable for meaning in call.meaning):
+    if not any(spec.is_differentiable for spec in call.spec):
         ways.add(Quirk.CAN_RAISE_ON_INTEGERS)
     return not ways.isdisjoint(op_info(original_call(call).target).quirks)

@@ -133,11 +133,11 @@ class _Freezer:
             changes=tuple([(self.at(where), self.refs[last]) for where, last in state.changes]),
             replaced=frozenset(map(self.at, state.replaced)),
             removed=tuple(map(self.at, state.removed)),
-            not_again=(*self._not_again(), *self._separated(nodes)),
+            path_varies=(*self._not_again(), *self._separated(nodes)),
             collects=recording.autograd.accumulates,
             altered=self._altered(nodes, asked, by_identity),
             orphans=frozenset(name for name, orphan in zip(self.names, self.orphans, strict=True) if orphan),
-            computed_again=tuple(map(self.at, state.computed_again)),
+            recomputed_writes=tuple(map(self.at, state.recomputed_writes)),
             asked=asked,
             written=frozenset(self.refs[handle] for handle in recording.aliasing.written if handle in self.refs),
             asks_identity=by_identity,
@@ -147,11 +147,13 @@ class _Freezer:
             overlaps=self._overlaps(),
             takes_any_keyword=recording.input_facts.takes_any_keyword,
             is_deep=recording.is_deep,
-            one_way=tuple(_forward_only(recording)),
-            drawn_elsewhere=tuple(dict.fromkeys([*rng.drawn_elsewhere, *drawn_by_name(named, rng.unknown_states)])),
+            forward_only=tuple(_forward_only(recording)),
+            other_random_sources=tuple(
+                dict.fromkeys([*rng.other_random_sources, *drawn_by_name(named, rng.unknown_states)])
+            ),
             generator_read=tuple(dict.fromkeys([*rng.generator_read, *read_by_name(named, rng.unknown_states)])),
             left=rng.left,
-            ambient=frozen_context(recording.ambient),
+            outer_modes=frozen_context(recording.outer_modes),
             default_dtype=recording.default_dtype,
             default_device=recording.default_device,
             model_name=recording.model_name,
@@ -209,7 +211,7 @@ class _Freezer:
             is_differentiated=record.is_differentiated or is_twice,
             is_overwritten=bool(stale) and any(handle in stale for _, handle in value_ids_with_paths(record.returns)),
             is_shared=one in recording.hand_offs.shared,
-            is_twice=one in recording.hand_offs.written_twice,
+            has_duplicate_outputs=one in recording.hand_offs.written_twice,
             scope=self.scope(record.scope),
             source=with_callers(record.site, line) or line_of(record.site),
         )
@@ -258,7 +260,7 @@ class _Freezer:
     def _asked(self) -> tuple[Guard, ...]:
         """Guards on layouts and flags. A tensor that was first read later, or never, is looked up by its source."""
         recording = self.recording
-        found = list(mode_guards(self.codes, self.methods, frozen_context(recording.ambient)))
+        found = list(mode_guards(self.codes, self.methods, frozen_context(recording.outer_modes)))
         sources = (
             (record for record in recording.records if isinstance(record, SourceRecord)) if recording.asked else ()
         )
@@ -411,7 +413,7 @@ def call_of(recording: Recording, record: CallRecord, name: str, to_ref: Callabl
         args=tuple([map_leaves(arg, to_ref) for arg in record.args]),
         kwargs=tuple([(key, map_leaves(value, to_ref)) for key, value in (record.kwargs or {}).items()]),
         returns=map_leaves(record.returns, to_ref),
-        meaning=_shared(tuple([recording.spec(handle) for _, handle in value_ids_with_paths(record.returns)])),
+        spec=_shared(tuple([recording.spec(handle) for _, handle in value_ids_with_paths(record.returns)])),
         draws=record.draws,
         context=frozen_context(record.context),
         **more,
@@ -457,7 +459,7 @@ _contexts: dict[tuple[Any, ...], Context] = {}
 
 
 def _forward_only(recording: Recording) -> list[str]:
-    hidden = recording.autograd.hidden_no_grad and not recording.ambient[0]
+    hidden = recording.autograd.hidden_no_grad and not recording.outer_modes[0]
     more = ["the model's own no_grad blocks, captured where nothing had gradients,"] if hidden else []
     return [*recording.autograd.forward_only, *more]
 

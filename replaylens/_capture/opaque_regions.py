@@ -296,11 +296,11 @@ def _graph_of(
         follows = recording.rng.follows.get(record.draws or "", (None, False))[0]
         nodes.append(call_of(recording, record, name, to_ref, follows=follows, is_seeded=True))
     output = (tuple([refs[end] for end in ends]), tuple([refs[start] for start in starts]))
-    ambient = frozen_context(recording.ambient)
+    ambient = frozen_context(recording.outer_modes)
     return Graph(
         tuple(nodes),
         output,
-        ambient=ambient,
+        outer_modes=ambient,
         default_dtype=recording.default_dtype,
         default_device=recording.default_device,
     )

@@ -485,7 +485,7 @@ def _alias(recording: Recording, one: _NewAlias) -> CallRecord:
 
 
 def _context_of_alias(recording: Recording) -> Any:
-    return (True, *recording.ambient[1:]) if not recording.ambient[1] else recording.ambient
+    return (True, *recording.outer_modes[1:]) if not recording.outer_modes[1] else recording.outer_modes
 
 
 def _insert_in_gradient(
@@ -523,7 +523,7 @@ def _insert_in_gradient(
             context = frozen_context(_context_of_alias(recording))
             args, meaning = (made[one.source], one.number), (recording.spec(one.old),)
             target = Target.of(alias)
-            nodes.append(Call(name, "identity", target, args, (), Ref(name), meaning=meaning, context=context))
+            nodes.append(Call(name, "identity", target, args, (), Ref(name), spec=meaning, context=context))
     through = tuple(sorted([*[where[n] for n in record.through], *[at[number] for number in own]]))
     graph = evolve(stretch, nodes=tuple(nodes), output=map_leaves(stretch.output, names_at(position)))
     return record._replace(args=[*arguments._replace(stretch=graph)], through=through)

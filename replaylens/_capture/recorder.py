@@ -274,7 +274,7 @@ class Recorder(TorchFunctionMode):
         """
         if not rule.is_identity or type(out) not in PLAIN:
             return None
-        if out.requires_grad and not _grad_enabled() and self.recording.ambient[0]:
+        if out.requires_grad and not _grad_enabled() and self.recording.outer_modes[0]:
             return None  # a view made here could not be written later, where gradients are on again
         try:
             made = torch.ops.aten.alias.default(out)

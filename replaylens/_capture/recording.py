@@ -127,7 +127,7 @@ class RngRecord:
 
     draws: dict[str, torch.Tensor] = field(factory=dict)  # the generator's state before each draw, by the draw's key
     follows: dict[str, tuple[str | None, bool]] = field(factory=dict)  # of each draw: the one before it, is it seeded
-    drawn_elsewhere: tuple[str, ...] = ()  # the other sources that were drawn from: "random", "numpy"
+    other_random_sources: tuple[str, ...] = ()  # the other sources that were drawn from: "random", "numpy"
     generator_read: dict[str, None] = field(factory=dict)  # the calls that read the state of torch's generator
     unknown_states: set[UnknownState] = field(factory=set)
     left: GeneratorLeft | None = None  # the state in which the forward leaves torch's generator
@@ -144,7 +144,7 @@ class StateChanges:
     removed: list[StateKey] = field(factory=list)  # where the forward removed what there was
     born: list[StateKey] = field(factory=list)  # where there was nothing before
     altered: list[StateKey] = field(factory=list)  # where a Python object is another one
-    computed_again: list[StateKey] = field(factory=list)  # of changes, what a checkpoint's backward writes once more
+    recomputed_writes: list[StateKey] = field(factory=list)  # of changes, what a checkpoint's backward writes once more
     rearranged: list[torch.nn.Module] = field(factory=list)  # modules whose submodules or their names are others
     moved: dict[str, torch.Tensor] = field(factory=dict)  # the state below these modules, by its new address
     places: Callable[[], Iterable[PlaceNote]] = tuple  # where the model holds what it read or wrote
@@ -241,7 +241,7 @@ class Recording:
     model: Any = None  # where it is a function
     inputs: Any = ()
     output: Any = None
-    ambient: tuple[Any, ...] = ()  # the context in which the forward began
+    outer_modes: tuple[Any, ...] = ()  # the context in which the forward began
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
     is_deep: bool = False  # every ATen call was recorded

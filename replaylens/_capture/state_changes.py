@@ -170,7 +170,7 @@ class _SavedQuery:
         recording = self.recorder.recording
         given = [recording.values[h] for h in _results(record)]
         reads = [recording.values[h] for h in reads_of(record)]
-        if not recording.ambient[0] or any(map(_may_require_grad_in_replays, reads)):
+        if not recording.outer_modes[0] or any(map(_may_require_grad_in_replays, reads)):
             return self.would_be_saved_by(record)
         if any(isinstance(value, Freed) for value in given):
             return any(h in recording.autograd.histories for h in _results(record))

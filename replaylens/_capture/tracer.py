@@ -410,7 +410,7 @@ class Tracer(Recorder):
             frame = frame.f_back  # written in Python: the frame is its own
         code = frame.f_code
         reads_flags = op_info(code.co_name).has(Quirk.HANDS_ON_FLAGS)
-        if reads_flags and not (_grad_enabled() or self.recording.ambient[0]):
+        if reads_flags and not (_grad_enabled() or self.recording.outer_modes[0]):
             self.recording.autograd.forward_only.append(
                 f"`{code.co_name}`: it was told that no gradient will be asked for."
             )
@@ -465,7 +465,7 @@ class Tracer(Recorder):
         return self._opaque(Rule(Handling.OPAQUE, rule.kind, may_draw=True, is_dynamic=True), func, args, kwargs)
 
     def _special_grad_mode(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self.recording.ambient[0] and not args[0] and not _grad_enabled():
+        if not self.recording.outer_modes[0] and not args[0] and not _grad_enabled():
             self.recording.autograd.hidden_no_grad = True  # a no_grad block where gradients are off anyway
         self.grad_mode = args[0]
         return func(*args, **kwargs)
@@ -631,7 +631,7 @@ class Tracer(Recorder):
 
     def output_alias(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         """The n-th tensor of a module's output as an alias, since the module has kept the tensor itself."""
-        hidden = tensor.requires_grad and not _grad_enabled() and self.recording.ambient[0]
+        hidden = tensor.requires_grad and not _grad_enabled() and self.recording.outer_modes[0]
         if self.functorch or hidden:
             return tensor
         with without_function_modes(), self.beneath_leaf():
@@ -660,7 +660,7 @@ class Tracer(Recorder):
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
         """A module that returns its input: the output gets a name of its own."""
         with without_function_modes(), self.beneath_leaf():
-            hidden = tensor.requires_grad and not _grad_enabled() and self.recording.ambient[0]
+            hidden = tensor.requires_grad and not _grad_enabled() and self.recording.outer_modes[0]
             return tensor if self.functorch or hidden else self.leaf(_IDENTITY, alias, (tensor,), {})
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -669,7 +669,7 @@ class Tracer(Recorder):
 
     def function_unseen(self, kind: type) -> None:
         """A custom function runs whose `apply` torch does not show: its body is recorded, its backward is not."""
-        differentiates = torch.is_grad_enabled() or not self.recording.ambient[0]
+        differentiates = torch.is_grad_enabled() or not self.recording.outer_modes[0]
         if differentiates and not self.in_leaf:
             self.recording.autograd.forward_only.append(APPLY_BOUND_BEFORE.format(name=kind.__name__))
 

@@ -232,7 +232,7 @@ def _note_forks(recorder: Recorder, writing: WriteCall) -> None:
     if any(alias.base.is_forked for alias in detached):  # it is regenerated from the base, to be written
         recording.autograd.forward_only.append(FORKED_HISTORY)
     written = [alias for alias in detached if any(alias.tensor is target for target in writing.targets)]
-    if written and (_grad_enabled() or not recording.ambient[0]):
+    if written and (_grad_enabled() or not recording.outer_modes[0]):
         others = [t for t in tensors if not any(t is alias.tensor for alias in detached)]
         if any(may_have_gradient(recording, recorder.read(tensor)) for tensor in others):
             for alias in written:
@@ -297,7 +297,7 @@ def write_record(recorder: Recorder, writing: WriteCall, may_draw: bool) -> Writ
 
 def _may_need_gradient(recorder: Recorder, target: torch.Tensor) -> bool:
     """True if gradients flow through the target in a replay. A write that autograd does not see keeps its history."""
-    may = recorder.recording.ambient[0] and (target.is_floating_point() or target.is_complex())
+    may = recorder.recording.outer_modes[0] and (target.is_floating_point() or target.is_complex())
     return target.requires_grad or may
 
 

@@ -485,7 +485,7 @@ def _reason(seen: AtenCall, of_gradients: set[str]) -> str:
         return ""
     if seen.step.name in of_gradients:
         return RECOMPUTED
-    if seen.step.meaning and all(spec.device == "meta" for spec in seen.step.meaning):
+    if seen.step.spec and all(spec.device == "meta" for spec in seen.step.spec):
         return META_CALLS
     sort, reason = ADDED.get(seen.step.target.function, (None, ""))
     if seen.signature.sort is sort:

@@ -285,7 +285,7 @@ def _listed(names: set[str]) -> str:
 
 def gradients_agree(subject: ModelUnderTest) -> LawResult:
     """Compare the gradients of a plain forward with those of a replay."""
-    if not subject.record.graph.ambient.grad or subject.record.graph.ambient.inference:
+    if not subject.record.graph.outer_modes.grad or subject.record.graph.outer_modes.inference:
         return LawResult(skipped="gradients are off; check the model with them on")
     values = [subject.record.values[Ref(node.name)] for node in subject.record.graph.input_nodes]
     if any(value.grad_fn is not None for value in values):

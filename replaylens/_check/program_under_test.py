@@ -194,7 +194,7 @@ def _overwritten(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
             node = record.graph[ref.node]
             what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else "its saved value"
             place = record.place_of(ref)
-            own = isinstance(node, State) and place is not None and not place.is_as_it_was()
+            own = isinstance(node, State) and place is not None and not place.is_recorded_tensor()
             fact = f"{what} {place.change if own and place is not None else 'was overwritten since the capture'}"
             yield evolve(finding_at_name(record.graph, ref.node, fact), is_stale=True)
 
@@ -244,8 +244,8 @@ def _specs(graph: Graph) -> Iterator[Finding]:
     """Find calls whose specs do not match their values, and values that belong to another node."""
     for call in graph.calls:
         count = len(refs_in(call.returns))
-        if count != len(call.meaning):
-            yield finding_at(call, f"gives {count} tensors, and says of {len(call.meaning)} what they are")
+        if count != len(call.spec):
+            yield finding_at(call, f"gives {count} tensors, and says of {len(call.spec)} what they are")
         for ref in (*refs_in(call.returns), *refs_in(call.result)):
             if ref.node != call.name:
                 yield finding_at(call, f"gives {ref}, which is another node's")

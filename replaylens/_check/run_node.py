@@ -60,7 +60,7 @@ def node_runner(node: Call, draws: Mapping[str, torch.Tensor]) -> NodeRunner:
 
 def as_in_replay(node: Call, apart: Mapping[str, frozenset[Ref]]) -> Call:
     """The call as an unpatched replay runs it: detached views that it writes through are read from their base."""
-    return node.keeping(apart.get(node.name, NO_REFS)) if isinstance(node, Write) else node
+    return node.with_values(apart.get(node.name, NO_REFS)) if isinstance(node, Write) else node
 
 
 class WalkValues:

@@ -64,8 +64,8 @@ def with_edge_nodes(graph: Graph, sender: tuple[Ref, ...], readers: Sequence[str
             Target.of(alias),
             (ref,),
             returns=Ref(name),
-            meaning=(specs_of(node)[ref],),
-            context=node.context if isinstance(node, Call) else graph.ambient,
+            spec=(specs_of(node)[ref],),
+            context=node.context if isinstance(node, Call) else graph.outer_modes,
             scope=node.scope if isinstance(node, Call) else None,
             source=node.source if isinstance(node, Call) else None,
         )
@@ -147,7 +147,7 @@ def bypassed(graph: Graph, name: str, to: Any, resolve: Callable[[Any], Ref]) ->
         is_overwritten=False,
         is_differentiated=False,
         is_shared=False,
-        is_twice=False,
+        has_duplicate_outputs=False,
         edited=f"was {call.kind}",
     )
     return replace(graph, {name: (made,)})
@@ -195,4 +195,4 @@ def _misfit_text(graph: Graph, call: Call, refs: list[Ref]) -> str:
         return f"{ref} ({found})"
 
     reads = ", ".join(map(shown, refs)) or "nothing"
-    return f"{call.name} gives {specs_text(call.meaning)}, and reads {reads}: it cannot return that."
+    return f"{call.name} gives {specs_text(call.spec)}, and reads {reads}: it cannot return that."

@@ -169,7 +169,7 @@ def _in_autocast(call: Call, form: OpenForm, args: Any, kwargs: Any) -> Opened:
     """The open form's result under the call's autocast, which casts the arguments of attention as a whole and nothing
     inside.
     """
-    mode = next((mode for mode in call.context.autocast if call.meaning[0].device.startswith(mode[0])), None)
+    mode = next((mode for mode in call.context.autocast if call.spec[0].device.startswith(mode[0])), None)
     if mode is None or not op_info(call.target).has(Quirk.ATTENTION):
         return form(*args, **kwargs)
     device, dtype, _ = mode

@@ -204,7 +204,7 @@ def splice_all(graph: Graph, subs: Mapping[str, tuple[Graph, Splice]]) -> Graph:
         evolve(
             made,
             guards=tuple(sorted((*made.guards, *placed), key=lambda guard: guard.position)),
-            one_way=(*made.one_way, *[word for sub, _ in subs.values() for word in sub.one_way]),
+            forward_only=(*made.forward_only, *[word for sub, _ in subs.values() for word in sub.forward_only]),
         )
     )
 
@@ -286,7 +286,7 @@ def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> 
     known = {ref: meaning for inner in sub.nodes for ref, meaning in specs_of(inner).items()}
     output, meaning = map_leaves(sub.output, swap), tuple([known[ref] for ref in parts])
     call = Call(
-        node.name, "alias", Target.of(alias), (output,), returns=Ref(node.name), meaning=meaning, context=node.context,
+        node.name, "alias", Target.of(alias), (output,), returns=Ref(node.name), spec=meaning, context=node.context,
         scope=node.scope, source=node.source, edited=edited,
     )  # fmt: skip
     wanted = value_of(node)
@@ -324,7 +324,7 @@ def recompute_region(old: Graph, new: Graph, refs: Mapping[Ref, Ref]) -> Graph:
     """The new graph with its calls that run others again updated. `refs`: values replaced by others everywhere."""
     fixed = {
         call.name: _with_stretch(old, new, call, refs)
-        for call in new.again
+        for call in new.inner_gradients
         if call.name in old and _has_changed(old, new, call, refs)
     }
     if not fixed:
@@ -410,9 +410,9 @@ def _stretch_of(new: Graph, stretch: Graph, reads: tuple[Ref, ...], members: lis
 def _spec_of(graph: Graph, ref: Ref) -> TensorSpec:
     node = graph[ref.node]
     if not isinstance(node, Call):
-        return node.meaning
+        return node.spec
     refs = refs_in(node.returns)
-    return node.meaning[refs.index(ref)]
+    return node.spec[refs.index(ref)]
 
 
 def unchanged_values(old: Graph, new: Graph, others: Container[str] = ()) -> dict[Ref, Ref]:

@@ -82,7 +82,9 @@ class _Slicing:
                 [(scope, map_leaves(t, swap)) for scope, t in graph.module_outputs if there.issuperset(refs_in(t))]
             ),
             changes=tuple([(address, refs.get(ref, ref)) for address, ref in self.changes]),
-            apart=graph.apart if starts is None else frozenset([refs[ref] for ref in self.starts_once]),
+            detached_inputs=graph.detached_inputs
+            if starts is None
+            else frozenset([refs[ref] for ref in self.starts_once]),
             orphans=graph.orphans & {node.name for node in nodes},
             shares_inputs=graph.shares_inputs and starts is None,
             left=graph.left if starts is None and self.output == graph.output else None,

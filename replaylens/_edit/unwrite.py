@@ -70,7 +70,7 @@ def _split(graph: Graph, call: Write, still_writes: bool) -> tuple[Graph, str]:
     whole, written, memory = value_of(call), call.gives.targets, call.gives.bases
     if type(whole) is not Ref or (whole in written and len(written) > 1):
         raise BadEdit(f"{call.name} writes {len(written)} tensors: it cannot be replaced.")
-    plain = evolve(plain, meaning=(specs_of(call)[whole],))
+    plain = evolve(plain, spec=(specs_of(call)[whole],))
     if whole in written and still_writes:
         value = unused_name(name_beside(call.name, "value"), graph.positions)
         copy = {
@@ -136,7 +136,7 @@ class _Views:
             tuple([map_leaves(arg, fill) for arg in args]),
             tuple([(k, map_leaves(v, fill)) for k, v in zip(kwargs.keys or (), kwargs.items, strict=True)]),
             returns=returns,
-            meaning=self.call.meaning[:1],  # until it has run
+            spec=self.call.spec[:1],  # until it has run
             context=evolve(self.call.context, grad=grad),
             scope=self.call.scope,
             source=self.call.source,

@@ -30,9 +30,9 @@ class Graph:
     module_outputs: tuple[tuple[Scope, Any], ...] = ()
     changes: tuple[tuple[str, Ref], ...] = ()  # writes to state: address of a parameter or buffer, new value
     replaced: frozenset[str] = frozenset()  # of these, where another tensor was assigned and nothing written in place
-    computed_again: tuple[str, ...] = ()  # of these, those in a checkpoint, which the backward writes again
+    recomputed_writes: tuple[str, ...] = ()  # of these, those in a checkpoint, which the backward writes again
     removed: tuple[str, ...] = ()  # addresses set to None or deleted
-    not_again: tuple[str, ...] = ()  # why the model's next forward may take another path
+    path_varies: tuple[str, ...] = ()  # why the model's next forward may take another path
     collects: bool = False  # the forward calls `.backward()`, which leaves gradients in parameters
     altered: tuple[str, ...] = field(default=(), eq=False)  # Python state that it reads and changes, such as counters
     orphans: frozenset[str] = frozenset()  # depend on no input and reach no output
@@ -40,16 +40,16 @@ class Graph:
     asks_identity: bool = False  # code that ran uses `is` on objects
     catches: bool = False  # code that ran catches exceptions
     is_deep: bool = False  # recorded at ATen level throughout, as for TorchScript
-    apart: frozenset[Ref] = frozenset()  # inputs of a slice: no longer views of their bases
+    detached_inputs: frozenset[Ref] = frozenset()  # inputs of a slice: no longer views of their bases
     shares_inputs: bool = False  # an input aliases another, or state, that is written: only the recorded inputs fit
     overlaps: Overlaps = NO_OVERLAPS  # which inputs share memory, and for which it matters
     literals: tuple[tuple[tuple[Any, ...], str], ...] = ()  # plain objects among the inputs: path, fingerprint
     takes_any_keyword: bool = False  # the forward can see the order of its keyword arguments
-    one_way: tuple[str, ...] = ()  # custom functions without a usable backward
-    drawn_elsewhere: tuple[str, ...] = ()  # sources of random numbers besides torch: "random", "numpy"
+    forward_only: tuple[str, ...] = ()  # custom functions without a usable backward
+    other_random_sources: tuple[str, ...] = ()  # sources of random numbers besides torch: "random", "numpy"
     generator_read: tuple[str, ...] = ()  # how it read the state or seed of torch's generator
     left: GeneratorLeft | None = None  # where it leaves torch's generator, if it advanced it
-    ambient: Context = NO_MODES  # the modes active around the whole forward
+    outer_modes: Context = NO_MODES  # the modes active around the whole forward
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
     model_name: str = field(default="", eq=False)
@@ -95,7 +95,7 @@ class Graph:
     @cached_property
     def is_ordinary(self) -> bool:
         """True if it was recorded outside inference mode, and no guard asks whether a tensor was made within it."""
-        return not self.ambient.inference and all(guard.target.short != "is_inference" for guard in self.asked)
+        return not self.outer_modes.inference and all(guard.target.short != "is_inference" for guard in self.asked)
 
     @cached_property
     def drawn(self) -> dict[str, int]:
@@ -103,7 +103,7 @@ class Graph:
         return {node.draws: p for p, node in enumerate(self.nodes) if isinstance(node, Call) and node.draws is not None}
 
     @cached_property
-    def last_drawn(self) -> tuple[int, ...]:
+    def last_draw(self) -> tuple[int, ...]:
         """The position of the draw behind which the forward leaves torch's generator; empty if it is none of these."""
         key = self.left.follows if self.left is not None else None
         return (self.drawn[key],) if key is not None and key in self.drawn else ()
@@ -119,7 +119,7 @@ class Graph:
     def states(self) -> dict[int, tuple[Ref, ...]]:
         """For each draw: the values that hold its generator state, for calls that run it again themselves."""
         found: dict[int, list[Ref]] = {}
-        for call in self.again:
+        for call in self.inner_gradients:
             given = call.arguments
             held = dict(zip(given.states.keys or (), given.states.items, strict=True))
             for name, inner in zip(call.through, given.stretch.calls, strict=True):
@@ -133,16 +133,16 @@ class Graph:
         return {self.positions[ref.node]: position for position, refs in self.states.items() for ref in refs}
 
     @cached_property
-    def again(self) -> tuple[InnerGradient, ...]:
+    def inner_gradients(self) -> tuple[InnerGradient, ...]:
         """The gradients inside the forward that run other calls of this graph again."""
         return tuple([call for call in self.calls if isinstance(call, InnerGradient) and call.through])
 
-    def is_run_again(self, name: str) -> bool:
+    def is_recomputed(self, name: str) -> bool:
         """True if a gradient is taken through this node by running it again."""
-        return any(name in call.through for call in self.again)
+        return any(name in call.through for call in self.inner_gradients)
 
     @cached_property
-    def told(self) -> tuple[Call, ...]:
+    def flag_readers(self) -> tuple[Call, ...]:
         """The custom functions that can read `requires_grad` of what they are given, and act on it."""
         flags = {ref for guard in self.asked if guard.kind == "flags" for ref in guard.refs}
         calls = (
@@ -160,14 +160,14 @@ class Graph:
         return found
 
     @cached_property
-    def reached(self) -> tuple[tuple[int, ...], ...]:
+    def dependents(self) -> tuple[tuple[int, ...], ...]:
         """The positions of the nodes that depend on each node: its users, calls that run it again, and draws that it
         may shift.
         """
         again: dict[int, list[int]] = {}
         for position, before in self.shifts.items():
             again.setdefault(before, []).append(position)
-        for call in self.again:
+        for call in self.inner_gradients:
             for name in call.through:
                 again.setdefault(self.positions[name], []).append(self.positions[call.name])
         return (
@@ -208,7 +208,7 @@ class Graph:
     @cached_property
     def edited_refs(self) -> frozenset[Ref]:
         """The values that are not as recorded, or not where they were: a write goes to them and not to a base."""
-        return self.apart.union([ref for call in self.edited for ref in refs_of(call)])
+        return self.detached_inputs.union([ref for call in self.edited for ref in refs_of(call)])
 
     @cached_property
     def input_nodes(self) -> tuple[Input, ...]:
@@ -230,7 +230,7 @@ class Graph:
 
     def descendants(self, names: Iterable[str]) -> frozenset[str]:
         """Every node that one of these can reach, themselves included."""
-        return self._marked(self._spread(names, self.reached))
+        return self._marked(self._spread(names, self.dependents))
 
     def ancestors(self, names: Iterable[str]) -> frozenset[str]:
         """Every node that can reach one of these, themselves included."""

@@ -323,11 +323,11 @@ class StatePlace:
         """True if the recorded tensor is there unchanged, or still none."""
         return self.now() is self.tensor and (self.tensor is None or self.sight.holds(self.tensor))
 
-    def is_as_it_was(self) -> bool:
+    def is_recorded_tensor(self) -> bool:
         """True if there was a tensor, and it is there unchanged."""
         return self.tensor is not None and self.is_unchanged()
 
-    def is_whole_elsewhere(self) -> bool:
+    def is_intact_elsewhere(self) -> bool:
         """True if another tensor is there now, but the recorded one is unchanged."""
         return self.tensor is not None and self.now() is not self.tensor and self.sight.holds(self.tensor)
 

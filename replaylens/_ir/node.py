@@ -200,7 +200,7 @@ class Input:
 
     name: str
     path: tuple[Any, ...]
-    meaning: TensorSpec
+    spec: TensorSpec
     python_type: type | None = None  # its class, if that can matter to the model
     refs: ClassVar[tuple[Ref, ...]] = ()  # it reads nothing
 
@@ -212,7 +212,7 @@ class State:
     name: str
     address: str
     kind: str  # "parameter" | "buffer" | "attribute"
-    meaning: TensorSpec
+    spec: TensorSpec
     aliases: tuple[str, ...] = ()
     refs: ClassVar[tuple[Ref, ...]] = ()
 
@@ -223,7 +223,7 @@ class Const:
 
     name: str
     origin: str
-    meaning: TensorSpec
+    spec: TensorSpec
     source: Source | None = None
     refs: ClassVar[tuple[Ref, ...]] = ()
 
@@ -243,7 +243,7 @@ class Call:
     kwargs: tuple[tuple[str, Arg], ...] = ()
     returns: Arg = None
     result: Arg = None
-    meaning: tuple[TensorSpec, ...] = ()  # of each tensor in `returns`, in order
+    spec: tuple[TensorSpec, ...] = ()  # of each tensor in `returns`, in order
     draws: str | None = None
     follows: str | None = None  # the draw whose end state this one starts from; None: none of the forward's
     is_seeded: bool = False  # a seed fixes what is drawn: it is never drawn anew
@@ -253,7 +253,7 @@ class Call:
     is_overwritten: bool = False  # a view whose storage is written later, and which is read after that
     is_differentiated: bool = False  # an inner gradient through it would miss a patch here
     is_shared: bool = False  # a module's output, in a container with unknown further readers
-    is_twice: bool = False  # two outputs of a module that are one tensor, written later
+    has_duplicate_outputs: bool = False  # two outputs of a module that are one tensor, written later
     scope: Scope | None = None
     source: Source | None = None
     edited: str = ""  # the edit that made it: "Zero('b [c] h w', c=[3])", "was relu"
@@ -299,8 +299,8 @@ def refs_of(node: Node) -> tuple[Ref, ...]:
 def specs_of(node: Node) -> dict[Ref, TensorSpec]:
     """The spec of each value that a node gives."""
     if not isinstance(node, Call):
-        return {Ref(node.name): node.meaning}
-    return dict(zip(refs_in(node.returns), node.meaning, strict=True))
+        return {Ref(node.name): node.spec}
+    return dict(zip(refs_in(node.returns), node.spec, strict=True))
 
 
 @frozen

@@ -49,7 +49,7 @@ def _without_paths(text: str, graph: Graph) -> str:
 
 def node_line(node: Node) -> str:
     """A node as an assignment, with the shape of what it gives."""
-    shapes = ", ".join(map(str, node.meaning)) if isinstance(node, Call) else str(node.meaning)
+    shapes = ", ".join(map(str, node.spec)) if isinstance(node, Call) else str(node.spec)
     if not isinstance(node, Call):
         return f"{identifier(node.name)}  # {type(node).__name__.lower()}, {shapes}"
     left = f"{identifier(node.name)} = {call_expression(node)}"

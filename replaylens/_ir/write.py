@@ -202,7 +202,7 @@ class Write(Call):
 
     `values` is for one case alone: a patch has replaced `getitem_1_2`. With a hook in the patch's place the model would
     write to the hook's tensor and leave `x` as it is, so the replay does the same. Where the value is not patched,
-    `keeping` drops it.
+    `with_values` drops it.
 
     Invariants, checked by validate.py: each number names a base or a target; each view step has exactly one hole; each
     target has one value or None; a result is given for each written target and for each base.
@@ -224,7 +224,7 @@ class Write(Call):
         return "out" in (self.arguments.kwargs.keys or ())
 
     @property
-    def is_handed_on(self) -> bool:
+    def returns_target(self) -> bool:
         """True if its value, as the model saw it, is the tensor that was written."""
         written = self.gives.targets
         return all(leaf in written for leaf in leaves(value_of(self)) if type(leaf) is Ref)
@@ -239,7 +239,7 @@ class Write(Call):
         """The write with other arguments, by name."""
         return evolve(self, args=tuple(self.arguments._replace(**changes)))
 
-    def keeping(self, values: Set[Ref]) -> Write:
+    def with_values(self, values: Set[Ref]) -> Write:
         """The write with only these values of its targets. All other targets are derived from their bases."""
         known = self.arguments.values
         if not any(type(value) is Ref for value in known):

@@ -49,17 +49,17 @@ def cost_of(call: Call, graph: Graph) -> Cost:
     if kind in _PRODUCTS or packet in flop_registry:
         args, kwargs = _shaped(made, graph)
         named = [kwargs[name] for name in _NAMES if name in kwargs]
-        out = ArgumentShape(call.meaning[0].shape)
+        out = ArgumentShape(call.spec[0].shape)
         flops = (
             _by_torch(packet, args, kwargs, out) if packet in flop_registry else _PRODUCTS[kind]((*args, *named), out)
         )
         return UNKNOWN if flops is None else Cost(flops, flops // 2)
     if kind in _POOLS:
-        return _pool(_POOLS[kind], made, prod(call.meaning[0].shape))
+        return _pool(_POOLS[kind], made, prod(call.spec[0].shape))
     if op.has(Quirk.DROPOUT):
-        return Cost(2 * prod(call.meaning[0].shape)) if _drops(made) else FREE
+        return Cost(2 * prod(call.spec[0].shape)) if _drops(made) else FREE
     if each := next((cost for quirk, cost in _EACH_OUTPUT if op.has(quirk)), int(op.is_pointwise)):
-        return Cost(each * max([prod(spec.shape) for spec in call.meaning], default=0))
+        return Cost(each * max([prod(spec.shape) for spec in call.spec], default=0))
     if each := next((cost for quirk, cost in _EACH_INPUT if op.has(quirk)), int(op.is_reduction)):
         return Cost(each * max([prod(_meaning(graph, ref).shape) for ref in call.refs], default=0))
     return UNKNOWN
@@ -73,7 +73,7 @@ _POOLS = {f"{what}pool{dims}d": dims for what in ("max", "avg") for dims in (1, 
 
 def _meaning(graph: Graph, ref: Ref) -> TensorSpec:
     node = graph[ref.node]
-    return specs_of(node)[ref] if isinstance(node, Call) else node.meaning
+    return specs_of(node)[ref] if isinstance(node, Call) else node.spec
 
 
 def _shaped(made: Original, graph: Graph) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -190,7 +190,7 @@ class LayerFacts(TorchLensNames):
         call = self._call
         if call is None or call.edited:
             return False
-        return call.name in self._facts.account.originals or (isinstance(call, Write) and call.is_handed_on)
+        return call.name in self._facts.account.originals or (isinstance(call, Write) and call.returns_target)
 
     @property
     def arguments(self) -> tuple[Any, ...]:

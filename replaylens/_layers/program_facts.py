@@ -369,7 +369,7 @@ class ProgramFacts:
     def _parameter(self, node: State) -> ParameterInfo:
         tensor = self.record.values.get(Ref(node.name))
         trains = tensor.requires_grad if tensor is not None else node.name not in self.account.untrained
-        return ParameterInfo(node.address, node.meaning.shape, node.meaning.dtype, trains, node.aliases)
+        return ParameterInfo(node.address, node.spec.shape, node.spec.dtype, trains, node.aliases)
 
     def refs(self, place: Location) -> tuple[Ref, ...]:
         """The values of a layer, as the model saw them."""

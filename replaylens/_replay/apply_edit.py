@@ -323,7 +323,7 @@ class _Derivation:
         """True if the model takes a gradient through this node, and it no longer depends on where that gradient
         starts.
         """
-        given = [call.arguments for call in self.graph.again if name in call.through]
+        given = [call.arguments for call in self.graph.inner_gradients if name in call.through]
         return any(name not in self.graph.descendants([ref.node for ref in one.starts]) for one in given)
 
     def _recorded_guards(self) -> dict[int, Guard]:

@@ -110,7 +110,7 @@ class _Compiler:
                 assert isinstance(node, Call)
                 self._add_call(
                     position,
-                    (node.keeping(detached.get(node.name, NO_REFS)) if isinstance(node, Write) else node),
+                    (node.with_values(detached.get(node.name, NO_REFS)) if isinstance(node, Write) else node),
                     () if trees or places else dead,
                 )
             if trees or places:
@@ -197,7 +197,7 @@ class _Compiler:
         if places:
             after.append(_place_step(node, self.slot_map, places, bool(trees)))
         after[-1] = evolve(after[-1], dead=dead)
-        context = self._context(node.context if isinstance(node, Call) else self.graph.ambient)
+        context = self._context(node.context if isinstance(node, Call) else self.graph.outer_modes)
         self.steps.extend([(context, step) for step in after])
 
     def _add_generator_exit(self) -> None:
@@ -213,7 +213,7 @@ class _Compiler:
         """
         if not self.mode.grad:
             return context
-        ambient = self.graph.ambient
+        ambient = self.graph.outer_modes
         grad, inference = context.grad or not ambient.grad, context.inference and not ambient.inference
         return Context(grad, inference, context.autocast, context.settings)
 

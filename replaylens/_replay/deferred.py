@@ -216,7 +216,7 @@ class DeferredValues:
 
     def _patched(self, position: int, number: int, value: Any) -> Any:
         change, name = self.request.changed[position][number], self.record.graph.nodes[position].name
-        if (position, number) in self.patched.values and not self.record.graph.is_run_again(name):
+        if (position, number) in self.patched.values and not self.record.graph.is_recomputed(name):
             return self.patched.replayed(position, number, name)
         if change.holds and self.operand_marks[position, number] != version_mark(change.holds):
             raise StaleValue(_overwritten(f"a tensor of the patch at `{name}`", name))

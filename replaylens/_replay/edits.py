@@ -180,8 +180,8 @@ def patch(record: Record, bound: BoundPatches, request: Request) -> DerivedRecor
         graph, tensors = made.graph, {**tensors, **made.tensors}
         names |= {name} if keeps_layout(one) else set()
     added = EditAdditions(tensors, {name: tensor for name, tensor in tensors.items() if tensor.requires_grad})
-    known = {id(call.meaning) for call in record.graph.calls}  # also of those that go on under another name
-    functions = {call.name for call in graph.edited if id(call.meaning) not in known}
+    known = {id(call.spec) for call in record.graph.calls}  # also of those that go on under another name
+    functions = {call.name for call in graph.edited if id(call.spec) not in known}
 
     def made_by(graph: Graph, on_divergence: str) -> DerivedRecord:
         return watched(graph, functions, lambda each: apply_edit(record, each, added, on_divergence))
@@ -313,7 +313,7 @@ def swap(
         graph, plain = with_plain_call(graph, node.name)
         call = graph[plain]
         assert isinstance(call, Call)
-        wanted = call.meaning[0] if plain != node.name else None
+        wanted = call.spec[0] if plain != node.name else None
         sites.append(SwapSite(plain, arguments_for(graph, call, function, with_args), f"was {call.kind}", wanted))
     return _recorded(record, graph, sites, function, recorder, on_divergence)
 
@@ -345,8 +345,8 @@ def insert(
             Target.of(alias),
             (ref,),
             returns=Ref(name),
-            meaning=(meaning,),
-            context=node.context if isinstance(node, Call) else graph.ambient,
+            spec=(meaning,),
+            context=node.context if isinstance(node, Call) else graph.outer_modes,
             scope=node.scope if isinstance(node, Call) else None,
             source=node.source if isinstance(node, Call) else None,
         )
@@ -440,7 +440,7 @@ class _SwapTrial:
             marks = [(tensor, copies[ref].detach(), version_mark(copies[ref])) for ref, tensor in originals.items()]
             seen = self.recorder(self.function, given, named)
             if any(version_mark(there) == mark and not same_content(there, tensor) for tensor, there, mark in marks):
-                seen = evolve(seen, graph=evolve(seen.graph, one_way=(*seen.graph.one_way, _UNSEEN)))
+                seen = evolve(seen, graph=evolve(seen.graph, forward_only=(*seen.graph.forward_only, _UNSEEN)))
             self.seen[call.name] = seen
         finally:
             self.generator = torch.default_generator.get_state()

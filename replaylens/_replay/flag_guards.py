@@ -47,7 +47,7 @@ class OuterModes:
     @staticmethod
     def of_replay(graph: Graph, grad: bool) -> OuterModes:
         """The modes of the capture; with gradients on if the replay needs them."""
-        return OuterModes(graph.ambient.grad or grad, graph.ambient.inference and not grad)
+        return OuterModes(graph.outer_modes.grad or grad, graph.outer_modes.inference and not grad)
 
     @staticmethod
     def now() -> OuterModes:
@@ -68,7 +68,7 @@ def guarded_changes(graph: Graph, changed: Iterable[int], until: int | None = No
         position
         for position in changed
         if above[position]
-        or (graph.catches and graph.reached[position])
+        or (graph.catches and graph.dependents[position])
         or (needed is not None and not needed[position])
     ]
 
@@ -277,7 +277,7 @@ class _Flags:
         for ref in self.graph.written.intersection(flagged, self.given):
             if self.given[ref].is_leaf:
                 yield Departure(f"whether {ref}, which the model writes, needs gradients", "False", "True")
-        if not self.graph.ambient.grad:
+        if not self.graph.outer_modes.grad:
             for ref in self.graph.written:
                 node = self.graph[ref.node]
                 if isinstance(node, State) and self.before.get(ref):
@@ -334,7 +334,7 @@ class _Flags:
                     found[ref] = self._flag_of_call(node, ref, refs, meaning)
 
     def _flag_of_call(self, node: Call, ref: Ref, refs: tuple[Ref, ...], meaning: TensorSpec) -> bool:
-        same = self.around.grad == self.graph.ambient.grad
+        same = self.around.grad == self.graph.outer_modes.grad
         on = node.context.grad if same else self.around.grad
         now = on and meaning.is_differentiable and any(self.found.get(one, False) for one in refs)
         before = node.context.grad and any(self.before.get(one) or False for one in refs)

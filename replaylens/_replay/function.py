@@ -31,7 +31,7 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
     """The pure function from some nodes' values to the output, or to some nodes' values."""
     graph = record.graph
     require_differentiable(graph)
-    for call in graph.told if grad and not graph.ambient.grad else ():
+    for call in graph.flag_readers if grad and not graph.outer_modes.grad else ():
         raise NotDifferentiable(
             f"{call.name} asks whether gradients are needed, and the program was captured without: as a function of "
             "torch.func it would be told otherwise. Capture it with gradients on."
@@ -50,7 +50,7 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
 
 def require_differentiable(graph: Graph) -> None:
     """Raises if gradients cannot be replayed: of a custom function only the forward is known."""
-    words = sorted(set(graph.one_way))
+    words = sorted(set(graph.forward_only))
     if told := [word for word in words if ": " in word]:
         what, _, why = told[0].partition(": ")
         raise NotDifferentiable(f"gradients through {what} cannot be replayed: {why}")
@@ -138,7 +138,7 @@ def _hazardous_arguments(graph: Graph, inputs: list[int]) -> dict[int, tuple[Ref
     found: dict[int, tuple[Ref, Departure]] = {}
     for number, position in enumerate(inputs):
         node = graph.nodes[position]
-        for departure in aliasing_hazards(node, graph.is_run_again(node.name)) if isinstance(node, Call) else ():
+        for departure in aliasing_hazards(node, graph.is_recomputed(node.name)) if isinstance(node, Call) else ():
             found[number] = _only_ref(graph, position), departure
     return found
 

@@ -137,8 +137,8 @@ class GradientBlockers:
             return f"detached in {_line(node)}"
         if _runs_without_grad(node, self.graph):
             return f"{_line(node)} runs where the model turned gradients off"
-        if not any(meaning.is_differentiable for meaning in node.meaning):
-            return f"{_line(node)} gives {_dtype(node.meaning[0])}, which has no gradient"
+        if not any(meaning.is_differentiable for meaning in node.spec):
+            return f"{_line(node)} gives {_dtype(node.spec[0])}, which has no gradient"
         return f"{_line(node)} gives none back" if cut != name else f"torch gives it none, in {_line(node)}"
 
     def _leaves_torch(self, name: str) -> str | None:
@@ -169,7 +169,9 @@ def partial_gradients(graph: Graph) -> dict[Ref, Call]:
 
 
 def _runs_without_grad(node: Call, graph: Graph) -> bool:
-    return (not node.context.grad and graph.ambient.grad) or (node.context.inference and not graph.ambient.inference)
+    return (not node.context.grad and graph.outer_modes.grad) or (
+        node.context.inference and not graph.outer_modes.inference
+    )
 
 
 def _dtype(meaning: TensorSpec) -> str:
@@ -297,7 +299,7 @@ def gradients(
     graph = record.graph
     with _differentiating():
         begins = asked.refs | _sources_of_told(record)
-        keep = request.keep.union([graph.positions[ref.node] for call in graph.told for ref in call.refs])
+        keep = request.keep.union([graph.positions[ref.node] for call in graph.flag_readers for ref in call.refs])
         with _refusing(graph):
             ran = _executed(record, evolve(request, at=begins, keep=keep, whole=False), asked)
         _require_same_flags(ran, graph)
@@ -324,14 +326,14 @@ def gradients(
 
 def _sources_of_told(record: Record) -> frozenset[Ref]:
     """The sources of gradients in the model itself, if a custom function asks whether they are needed."""
-    nodes = record.graph.nodes if record.graph.told else ()
+    nodes = record.graph.nodes if record.graph.flag_readers else ()
     begun = [Ref(n.name) for n in nodes if not isinstance(n, Call) and record.values[Ref(n.name)].requires_grad]
     return frozenset([ref for ref in begun if _begins(record, record.graph[ref.node])])
 
 
 def _require_same_flags(ran: Executed, graph: Graph) -> None:
     """Raises unless each custom function that asks for flags got those that it got when recorded."""
-    given = {ref for call in graph.told for ref in call.refs}
+    given = {ref for call in graph.flag_readers for ref in call.refs}
     for guard in graph.asked:
         if guard.target.short != "requires_grad" or guard.refs[0] not in given:
             continue
@@ -462,7 +464,7 @@ def _has_history(value: torch.Tensor) -> bool:
 
 def _begins(record: Record, node: Node) -> bool:
     """True for a source of gradients: an input, a parameter, or another tensor that the model had take them."""
-    if isinstance(node, Call) or not node.meaning.is_differentiable:
+    if isinstance(node, Call) or not node.spec.is_differentiable:
         return False
     is_own = isinstance(node, Input) or (isinstance(node, State) and node.kind == "parameter")
     return is_own or record.values[Ref(node.name)].requires_grad

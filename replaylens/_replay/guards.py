@@ -229,7 +229,7 @@ def aliasing_hazards(call: Call, is_constant: bool) -> Iterator[Departure]:
         yield Departure(
             what, f"{own} for all", "another value for those that read it from there", call.source, cure=cure
         )
-    if call.is_twice:
+    if call.has_duplicate_outputs:
         what = f"what `{call.scope}` returns twice, and the model writes later,"
         own = ", ".join(map(str, call.refs))
         cure = f"A patch at `{own}` changes the one tensor that it returns.\n"

@@ -128,7 +128,7 @@ def new_state(
             _require_alike(address, tensor, account)
             continue
         node = state_node(graph, address, nearest)
-        _require_tensor(f"the state at {address!r}", node.meaning, tensor)
+        _require_tensor(f"the state at {address!r}", node.spec, tensor)
         meaning = TensorSpec.of(tensor)
         found[graph.positions[node.name]] = tensor
         other, before = given.setdefault(node.name, (address, tensor))
@@ -136,11 +136,11 @@ def new_state(
             raise InputMismatch(
                 f"{other!r} and {address!r} are one tensor of the model, and two values are given for it. Give one."
             )
-        kinds = [(one.shape, one.dtype, one.layout) for one in (meaning, node.meaning)]
+        kinds = [(one.shape, one.dtype, one.layout) for one in (meaning, node.spec)]
         if kinds[0] != kinds[1]:
             what, how = f"the state at {address!r}", "" if kinds[0][2] is kinds[1][2] else f", {kinds[0][2]}"
-            text = f"{what} is {meaning}{how}; the program was recorded with {node.meaning}."
-            mismatches.append(evolve(_mismatch(what, node.meaning, meaning, text), of_state=True))
+            text = f"{what} is {meaning}{how}; the program was recorded with {node.spec}."
+            mismatches.append(evolve(_mismatch(what, node.spec, meaning, text), of_state=True))
     for node in graph.state_nodes if graph.replaced else ():
         _require_all_names(graph, node, state)
     return GivenInputs(found, tuple(mismatches))
@@ -276,7 +276,7 @@ def _tensor_mismatch(
 ) -> Mismatch | None:
     node = graph[name]
     assert isinstance(node, Input)
-    if (mismatch := _spec_mismatch(what, node.meaning, tensor)) is not None:
+    if (mismatch := _spec_mismatch(what, node.spec, tensor)) is not None:
         return mismatch
     if type(tensor) in PLAIN and (own := python_attributes(tensor)) != attributes_then:
         text = f"{what} has other Python attributes than the tensor had with which the program was recorded."

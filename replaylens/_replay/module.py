@@ -77,11 +77,11 @@ class ProgramModule(StateHolder):
 
     def __init__(self, record: Record) -> None:
         super().__init__()
-        if record.graph.drawn_elsewhere:
+        if record.graph.other_random_sources:
             raise ReplaylensError(
-                f"the model draws numbers by {' and '.join(record.graph.drawn_elsewhere)}, and a module draws anew in "
-                "each call, which only the model itself can do with those. Draw them by torch's default generator, or "
-                "call the model."
+                f"the model draws numbers by {' and '.join(record.graph.other_random_sources)}, and a module "
+                "draws anew in each call, which only the model itself can do with those. Draw them by torch's default "
+                "generator, or call the model."
             )
         if record.graph.generator_read:
             reads = " and ".join(record.graph.generator_read)
@@ -90,10 +90,10 @@ class ProgramModule(StateHolder):
                 "A module draws anew in each call, and what that state is then only the model itself can read. Draw "
                 "from the generator, or call the model."
             )
-        if record.graph.not_again:
+        if record.graph.path_varies:
             raise ReplaylensError(
-                f"{record.graph.not_again[0]}: the next one may take another path, and a module goes the recorded one "
-                "in each call. Capture the model again, if it has settled by now, or call the model."
+                f"{record.graph.path_varies[0]}: the next one may take another path, and a module goes the recorded "
+                "one in each call. Capture the model again, if it has settled by now, or call the model."
             )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
@@ -187,7 +187,7 @@ class ProgramModule(StateHolder):
             wanted = [graph.positions[ref.node] for ref in graph.wanted_refs]
             sources = [p for p, mark in enumerate(graph.call_marks) if not mark]
             drawn = [graph.positions[call.name] for call in graph.calls if call.draws is not None]
-            changed, last = (*sources, *drawn), graph.last_drawn
+            changed, last = (*sources, *drawn), graph.last_draw
             made = plan(graph, wanted, frozenset(sources), changed, keep=wanted, turns=graph.turns, last=last)
             mode = Mode(grad, fresh=True, left=graph.left)
             self._codes[grad] = compile_plan(graph, made, self._record.draws, self._record.value, mode)
@@ -224,7 +224,7 @@ def _require_alike(node: State, tensor: torch.Tensor | None) -> None:
     what, cure = f"the {node.kind} `{node.address}`", "Capture the model again, as it is now."
     if tensor is None:
         raise StaleValue(f"{what} was removed since the capture, and the program reads it.\n{cure}")
-    now, then = TensorSpec.of(tensor), node.meaning
+    now, then = TensorSpec.of(tensor), node.spec
     if now.kind != then.kind:
         raise StaleValue(f"{what} is {now} on {now.device} now, and was recorded as {then}.\n{cure}")
 
@@ -336,7 +336,7 @@ def _without_gradients(graph: Graph) -> Graph:
     def quiet(node: Node) -> Node:
         if not isinstance(node, Call):
             return node
-        inference = node.context.inference and not graph.ambient.inference
+        inference = node.context.inference and not graph.outer_modes.inference
         return evolve(node, context=evolve(node.context, grad=False, inference=inference))
 
     return evolve(graph, nodes=tuple(map(quiet, graph.nodes)))
@@ -345,7 +345,7 @@ def _without_gradients(graph: Graph) -> Graph:
 def _require_written_once(graph: Graph) -> None:
     """Raises for gradients through a model whose backward writes again what its checkpoints wrote."""
     written = {address for address, _ in graph.changes}
-    if again := [address for address in graph.computed_again if address in written]:
+    if again := [address for address in graph.recomputed_writes if address in written]:
         raise NotDifferentiable(
             f"the model writes {' and '.join(again)} in a checkpoint (torch.utils.checkpoint), and once more when its "
             "backward computes the checkpoint again. A program computes nothing again, so that they would end "

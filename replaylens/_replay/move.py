@@ -90,7 +90,7 @@ def _kind_departures(node: State, tensor: torch.Tensor | None) -> Iterable[Depar
     """Another shape, dtype, device or layout: Python may have read it unseen."""
     if tensor is None:
         return ()
-    now, then = TensorSpec.of(tensor), node.meaning
+    now, then = TensorSpec.of(tensor), node.spec
     if (now.kind, now.layout) == (then.kind, then.layout):
         return ()
     was, is_now = (
@@ -103,8 +103,8 @@ def with_current_state(record: Record, model: Any) -> Record:
     """The record with the parameters and buffers that the model holds at their addresses now. With `model` None only
     the places are known where they were found.
     """
-    if record.graph.not_again:
-        raise StaleValue(f"{record.graph.not_again[0]}: the next one may take another path.\n{RECAPTURE}")
+    if record.graph.path_varies:
+        raise StaleValue(f"{record.graph.path_varies[0]}: the next one may take another path.\n{RECAPTURE}")
     live, places, module = dict(record.live), dict(record.places), model if isinstance(model, nn.Module) else None
     for node in record.graph.state_nodes:
         place = places.get(node.address)
@@ -217,7 +217,7 @@ def _current_lent(record: Record, values: dict[Ref, torch.Tensor]) -> dict[str, 
 def _current_source(record: Record, node: Node, tensor: torch.Tensor) -> torch.Tensor:
     """A source as it is now, if it is of the recorded kind."""
     assert not isinstance(node, Call)
-    now, then = TensorSpec.of(tensor), node.meaning
+    now, then = TensorSpec.of(tensor), node.spec
     if now.kind != then.kind:
         what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else f"`{node.name}`"
         raise StaleValue(
@@ -246,8 +246,8 @@ def with_specs_of(graph: Graph, values: Mapping[Ref, torch.Tensor]) -> Graph:
             nodes.append(node)
             continue
         found = tuple([TensorSpec.of(values[ref]) for ref in refs])
-        old = node.meaning if isinstance(node, Call) else (node.meaning,)
-        changed: Any = {"meaning": found if isinstance(node, Call) else found[0]}
+        old = node.spec if isinstance(node, Call) else (node.spec,)
+        changed: Any = {"spec": found if isinstance(node, Call) else found[0]}
         nodes.append(evolve(node, **changed) if found != old else node)
     return (
         evolve(graph, nodes=tuple(nodes)) if any(a is not b for a, b in zip(nodes, graph.nodes, strict=True)) else graph

@@ -80,12 +80,12 @@ def plan(
 def _below(graph: Graph, changed: tuple[int, ...]) -> bytearray:
     """Marks the nodes whose value a change can alter. A changed node is marked only if another one reaches it."""
     marks = bytearray(len(graph))
-    stack = [user for position in changed for user in graph.reached[position]]
+    stack = [user for position in changed for user in graph.dependents[position]]
     while stack:
         position = stack.pop()
         if not marks[position]:
             marks[position] = 1
-            stack.extend(graph.reached[position])
+            stack.extend(graph.dependents[position])
     return marks
 
 

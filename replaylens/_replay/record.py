@@ -106,9 +106,9 @@ class Record:
         if self.versions[ref] != version_of(self.values[ref]):
             return stale_text(self.graph, ref)
         place = self.place_of(ref)
-        if place is None or place.is_as_it_was():
+        if place is None or place.is_recorded_tensor():
             return None
-        if read_undisturbed(place.is_as_it_was):  # another thread was running the model, and has put it back
+        if read_undisturbed(place.is_recorded_tensor):  # another thread was running the model, and has put it back
             return None
         return stale_text(self.graph, ref, place)
 
@@ -190,8 +190,8 @@ def stale_text(graph: Graph, ref: Ref, place: StatePlace | None = None) -> str:
     if place is not None and isinstance(node, State):
         how = place.change
         meaning = TensorSpec.of(now) if now is not None else None
-        if meaning is None or meaning.kind != node.meaning.kind:
-            is_now = "" if meaning is None else f": it is {meaning} on {meaning.device}, and was {node.meaning}"
+        if meaning is None or meaning.kind != node.spec.kind:
+            is_now = "" if meaning is None else f": it is {meaning} on {meaning.device}, and was {node.spec}"
             return f"{what} {how}{is_now}.\nCapture the model again, on inputs that fit it."
     return (
         f"{what} {how}.\n"

@@ -172,7 +172,7 @@ def _with_start_values(record: Record, request: Request) -> Record:
 def _departures_before(graph: Graph, request: Request) -> Iterator[Departure]:
     """Departures that are known before anything runs."""
     yield from hazards_of_changes(graph, request.changed)
-    for name in graph.drawn_elsewhere if request.fresh else ():
+    for name in graph.other_random_sources if request.fresh else ():
         yield Departure(f"what `{name}` drew", "drawn in the forward", "others, which only the model can draw")
     for name in graph.generator_read if request.fresh else ():
         yield Departure(f"what `{name}` gave", "of the recorded state", "of one that only the model can read")
@@ -185,13 +185,13 @@ def hazards_of_changes(graph: Graph, changed: Mapping[int, tuple[Change, ...]]) 
         if graph.shares_inputs and isinstance(node, Input):
             yield Departure(f"the memory of {node.name}", "shared with what is written", "apart from it")
         if isinstance(node, Call):
-            constant = not all(change.follows for change in changes) and graph.is_run_again(node.name)
+            constant = not all(change.follows for change in changes) and graph.is_recomputed(node.name)
             yield from aliasing_hazards(node, constant)
 
 
 def _on_the_recorded_path(graph: Graph, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """The given tensors in the memory layouts that the recorded path needs."""
-    strides = {position: graph.nodes[position].meaning.strides for position in given}  # type: ignore[union-attr]
+    strides = {position: graph.nodes[position].spec.strides for position in given}  # type: ignore[union-attr]
     return {p: tensor if is_wrapped(tensor) else with_strides(tensor, strides[p]) for p, tensor in given.items()}
 
 
@@ -199,7 +199,7 @@ def _changed_nodes(graph: Graph, request: Request) -> list[str]:
     """The nodes that may have another value than recorded to begin with."""
     drawn = [call.name for call in graph.calls if call.draws is not None] if request.fresh else []
     changed = {graph.nodes[position].name for position in request.changed}
-    again = [call.name for call in graph.again if not changed.isdisjoint(call.through)]
+    again = [call.name for call in graph.inner_gradients if not changed.isdisjoint(call.through)]
     return [*changed, *(graph.nodes[position].name for position in request.given), *drawn, *again]
 
 
@@ -276,7 +276,7 @@ def _planned(
         until=request.to,
         again=places,
         turns=graph.turns if request.fresh and not request.start else {},
-        last=graph.last_drawn if _leaves_generator(request) else (),
+        last=graph.last_draw if _leaves_generator(request) else (),
         heeded=guarded_changes(graph, request.changed, request.to),
     )
 

@@ -149,8 +149,8 @@ def _end(graph: Graph, drawing: list[int], left: GeneratorLeft | None, last: Any
     """
     if left is None:
         return last
-    if graph.last_drawn and graph.last_drawn[0] in drawing:
-        return graph.last_drawn[0]
+    if graph.last_draw and graph.last_draw[0] in drawing:
+        return graph.last_draw[0]
     if left.fixed is not None:
         return left.fixed
     is_own = any(graph.nodes[p].edited for p in drawing)  # type: ignore[union-attr]

@@ -350,7 +350,7 @@ def batched_op(
 ) -> BatchedOp:
     """A node made ready to run. `values` and `meanings` are the recorded ones, by slot."""
     if isinstance(node, Write):  # a patch that parts a view from its memory runs alone: see together.py
-        node = node.keeping(frozenset())
+        node = node.with_values(frozenset())
     refs = node.refs
     every = [slot[ref] for ref in refs]
     reads = tuple(dict.fromkeys(every))

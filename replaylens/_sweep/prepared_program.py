@@ -73,7 +73,7 @@ class PreparedProgram:
     def cone(self, positions: Iterable[int]) -> list[int]:
         """The positions that changes at these can reach and that the ends need, in order."""
         graph, needed, marks = self.graph, self.needed, bytearray(len(self.graph))
-        reached = graph.reached
+        reached = graph.dependents
         for position in positions:
             marks[position] = 1
         for position in range(marks.find(1), len(graph)):

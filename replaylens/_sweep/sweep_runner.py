@@ -82,7 +82,7 @@ class BatchedSweep:
             self._exclude(
                 [n for n, each in enumerate(self.changes) if not is_batchable(graph, aliased, each)], _ALIASED
             )
-        self._exclude_above([call.name for call in graph.told], _ASKS_GRAD)
+        self._exclude_above([call.name for call in graph.flag_readers], _ASKS_GRAD)
         self._exclude_above(_quantized(graph), _QUANTIZED)
         self.unbatchable |= {n for n, each in enumerate(self.changes) if any(hazards_of_changes(graph, each))}
         if graph.shifts:
@@ -204,9 +204,7 @@ def _is_same_metric(before: Record, now: Record) -> bool:
 def _quantized(graph: Graph) -> list[str]:
     """The nodes with quantized results: values on several scales cannot be stacked."""
     pairs = [
-        (node.name, one)
-        for node in graph.nodes
-        for one in (node.meaning if isinstance(node, Call) else (node.meaning,))
+        (node.name, one) for node in graph.nodes for one in (node.spec if isinstance(node, Call) else (node.spec,))
     ]
     return list(dict.fromkeys([name for name, one in pairs if one.dtype in _ON_A_SCALE]))
 
@@ -248,7 +246,7 @@ def _asked_of(graph: Graph, changes: Sequence[Changes]) -> frozenset[int]:
     flags = [guard for guard in graph.asked if guard.kind == "flags" and guard.refs]
     catches = bool(graph.catches and graph.asked)
     above = graph.marked_ancestors([ref.node for guard in flags for ref in guard.refs])
-    flagged = {position for position in places if above[position] or (catches and graph.reached[position])}
+    flagged = {position for position in places if above[position] or (catches and graph.dependents[position])}
     return frozenset(
         number
         for number, each in enumerate(changes)
@@ -270,7 +268,7 @@ def why_unbatchable(graph: Graph) -> str:
                 return f"{call.name} looks at memory by its geometry"
             if op_info(function).has(Quirk.CALLBACK):
                 return f"{call.name} calls Python for every number"
-        if any(meaning.strides is None for meaning in call.meaning):
+        if any(meaning.strides is None for meaning in call.spec):
             return f"{call.name} gives a tensor that is not dense"
     return ""
 

@@ -230,9 +230,7 @@ class _SceneBuilder:
 
     def _glyph(self, key: str, group: _Group) -> Glyph:
         turn, first = group.marks[0]
-        parameters = {
-            state.name: state.meaning for one, mark in group.marks if one == turn for state in mark.parameters
-        }
+        parameters = {state.name: state.spec for one, mark in group.marks if one == turn for state in mark.parameters}
         glyph = Glyph(
             key=key,
             name=self.grouping.key(first.label),
@@ -344,7 +342,7 @@ class _SceneBuilder:
 
     def _totals(self) -> Totals:
         marks = [mark for mark in self.drawn.marks if not mark.roles & {"outside", "removed"}]
-        states = {state.name: state.meaning for mark in marks for state in mark.parameters}.values()
+        states = {state.name: state.spec for mark in marks for state in mark.parameters}.values()
         return Totals(
             model=self.graph.model_name,
             tensors=sum(len(mark.specs) for mark in marks),

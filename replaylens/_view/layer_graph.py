@@ -143,7 +143,7 @@ class _LayerGraphBuilder:
         kind = "input" if isinstance(node, Input) else "buffer" if is_buffer else "constant"
         scopes = () if kind == "input" else self._scopes_of_readers(node)
         note = node.address if isinstance(node, State) else ""
-        return LayerMark(place.label, place.node, kind, scopes, (node.meaning,), roles=frozenset({kind}), note=note)
+        return LayerMark(place.label, place.node, kind, scopes, (node.spec,), roles=frozenset({kind}), note=note)
 
     def _operation(self, place: Location, node: Call) -> LayerMark:
         parameters = self._parameters(node)

@@ -186,7 +186,7 @@ class _Search:
         node = self.graph.nodes[position] if position is not None else None
         given = repr(map_leaves((node.args, node.kwargs), _blank)) if isinstance(node, Call) else ""
         specs = [(one.shape, str(one.dtype)) for one in mark.specs]
-        parameters = [one.meaning.shape for one in mark.parameters]
+        parameters = [one.spec.shape for one in mark.parameters]
         kinds = [scope.kind for scope in mark.scopes if str(scope) in self.drawn.single]
         return hash((mark.kind, given, str(specs), str(parameters), str(kinds), mark.roles, mark.note))
 

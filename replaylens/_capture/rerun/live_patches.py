@@ -439,8 +439,8 @@ def live_patch_at(graph: Graph, ref: Ref, change: Change) -> LivePatch:
 
 def _specs(node: Node) -> dict[Ref, TensorSpec]:
     if not isinstance(node, Call):
-        return {Ref(node.name): node.meaning}
-    return dict(zip(refs_in(node.returns), node.meaning, strict=True))
+        return {Ref(node.name): node.spec}
+    return dict(zip(refs_in(node.returns), node.spec, strict=True))
 
 
 def parameters_of(record: Record, node: Call) -> frozenset[int]:

@@ -650,7 +650,7 @@ class PatchingTracer(Tracer):
     ) -> None:
         """Appends the patch as a call from the old values to the new ones."""
         recording, of = self.recording, self.recording.records[number]
-        site, scope, context = None, -1, recording.ambient
+        site, scope, context = None, -1, recording.outer_modes
         if isinstance(of, CallRecord):
             site, scope, context = of.site, of.scope, of.context
         self.reached.add(patch.name)

@@ -104,7 +104,7 @@ def next_forward_difference(start: ForwardState, record: Record) -> str:
     given = lambda leaf: as_leaf(record.value(leaf)) if type(leaf) is Ref else leaf  # noqa: E731
     args, kwargs = thaw_shared(graph.inputs, given)
     try:
-        with recorded_environment(True, graph), modes(graph.ambient):
+        with recorded_environment(True, graph), modes(graph.outer_modes):
             found = record_of(capture_without_effects(start.model, args, kwargs, start.naming))
     except Exception as error:
         return f"raises {type(error).__name__}"
@@ -144,11 +144,11 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
             f"the model cannot be run again: one of its inputs is an iterator (a {kind}), which the recorded forward "
             "has exhausted. Capture it with a list instead."
         )
-    ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
+    ambient = evolve(graph.outer_modes, grad=True, inference=False) if request.grad else graph.outer_modes
     with recorded_environment(not request.fresh, graph), modes(ambient):
         captured, tracer = _run(turn, start, args, kwargs, setup, request.inputs is not None)
     if request.fresh:  # other generator states than when recorded
-        captured.recording.rng.drawn_elsewhere = graph.drawn_elsewhere
+        captured.recording.rng.other_random_sources = graph.other_random_sources
     found = record_of(captured)
     if request.grad:
         _require_same_backward(captured.recording, record.graph, found.graph)
@@ -167,7 +167,7 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
 
 def _require_same_backward(recording: Recording, *graphs: Graph) -> None:
     """Refuses gradients that differ from the model's own backward: the writes of the forward are undone by now."""
-    for word in (word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_THROUGH_DATA)):
+    for word in (word for graph in graphs for word in graph.forward_only if word in (LATE_WRITE, WRITTEN_THROUGH_DATA)):
         raise NotDifferentiable(f"gradients through {word}")
     for tensor, flag in recording.autograd.left_turned:
         if tensor.requires_grad != flag:
@@ -185,13 +185,13 @@ def _require_recorded_state(record: Record, request: Request) -> None:
     by_name, _ = record.watched
     for name, place in by_name.items():
         is_given = record.graph.positions[name] in request.given
-        if place.kind != "attribute" and not is_given and not place.is_as_it_was():
+        if place.kind != "attribute" and not is_given and not place.is_recorded_tensor():
             raise StaleValue(record.stale(Ref(name)))
 
 
 def _with_recorded_attributes(record: Record) -> Record:
     """The record, so that attributes which the user has replaced are put back for the run if they are intact."""
-    places = {address: place for address, place in record.places.items() if not place.is_whole_elsewhere()}
+    places = {address: place for address, place in record.places.items() if not place.is_intact_elsewhere()}
     return record if len(places) == len(record.places) else evolve(record, places=places)
 
 
@@ -446,7 +446,7 @@ def _require_as_recorded(record: Record, found: Record) -> None:
     for one, other in _until_patched(record.graph, found.graph):
         same = type(one) is type(other)
         if isinstance(one, Call) and isinstance(other, Call):
-            same = one.target == other.target and len(one.meaning) == len(other.meaning)
+            same = one.target == other.target and len(one.spec) == len(other.spec)
             refs = [(ref, Ref(other.name, ref.path)) for ref in refs_in(one.returns)]
             pairs = [(record.values.get(ref), found.values[mine]) for ref, mine in refs]
             same = same and all(old is None or _is_close(old, new) for old, new in pairs)
