@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,20 @@ def test_the_architecture_lists_every_file():
 def test_the_architecture_follows_an_operation_through_capture_and_replay():
     folders = {Path(path).parent.name for path, _, _ in POINTERS}
     assert {"_capture", "_ir", "_layers", "_replay"} <= folders
+
+
+def spoken_of(path):
+    """The files that docstrings and comments of a file name, without their folders."""
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    texts += [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return {Path(name).name for text in texts for name in re.findall(r"(?<![\w/:.])([\w/]+\.py)\b", text)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_the_files_that_docstrings_and_comments_name_exist(path):
+    names = {one.name for one in [*FILES, *(ROOT / "tests").rglob("*.py")]} | {"model.py"}  # a user's, in examples
+    assert spoken_of(path) <= names

@@ -171,7 +171,7 @@ class AutogradRecord:
 
     forward_only: list[str] = field(factory=list)  # why gradients are refused: constructs whose backward was not seen
     hidden_no_grad: bool = False  # a no_grad block was entered where the whole model ran without gradients
-    # leaves whose requires_grad the forward changed, by id: value and flag before (leaf_flags.py)
+    # leaves whose requires_grad the forward changed, by id: value and flag before (autograd_effects.py)
     turned: dict[int, tuple[ValueId, bool, torch.Tensor]] = field(factory=dict)
     left_turned: list[tuple[torch.Tensor, bool]] = field(factory=list)  # of these, the flags that the backward sees
     hooks: list[tuple[ValueId, Any, bool]] = field(factory=list)  # value, torch's handle, was it registered late

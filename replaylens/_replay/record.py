@@ -85,7 +85,7 @@ class Record:
     )  # by node name: the model's own parameters, and leaves among the inputs that the forward wrote
     account: CaptureMetadata = NO_METADATA
     histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
-    saved: frozenset[str] | None = None  # the nodes whose values are to be kept, if not all are: see keeping.py
+    saved: frozenset[str] | None = None  # the nodes whose values are to be kept, if not all are: see keeping_only
     places: Mapping[str, StatePlace] = field(factory=dict)  # by address: where the model holds its tensors
     lent: Mapping[str, tuple[str, torch.Tensor]] = field(
         factory=dict

@@ -45,7 +45,7 @@ class CallSignature:
     proved: set[Alignment] = field(factory=set)
     vmaps: dict[Any, bool] = field(factory=dict)  # by which values vary; missing: not tried yet
     routes: dict[Any, Any] = field(factory=dict)  # how to run a step, by the forms of what it reads
-    taken: Any = None  # the rows that it takes: see demand.py
+    taken: Any = None  # the rows that it takes: see prepared_program.py
 
 
 @define(eq=False, slots=False)
@@ -349,7 +349,7 @@ def batched_op(
     states: dict[str, Tensor],
 ) -> BatchedOp:
     """A node made ready to run. `values` and `meanings` are the recorded ones, by slot."""
-    if isinstance(node, Write):  # a patch that parts a view from its memory runs alone: see together.py
+    if isinstance(node, Write):  # a patch that parts a view from its memory runs alone: see sweep_runner.py
         node = node.with_values(frozenset())
     refs = node.refs
     every = [slot[ref] for ref in refs]

@@ -39,7 +39,7 @@ class PreparedProgram:
     wanted: Demand = field(factory=dict)
     prepared: frozenset[int] = frozenset()  # the positions that all this is prepared for
     cones: dict[frozenset[int], Any] = field(factory=dict)
-    sizes: tuple[list[float], list[float]] | None = None  # of values, by position: see chunks.py
+    sizes: tuple[list[float], list[float]] | None = None  # of values, by position: see batch_runner.py
     packs: bool = False  # looking for the rows that differ pays somewhere below the changes
     axes: dict[int, int | None] = field(factory=dict)  # of a slot: the axis along which its readers treat rows alike
     scratch: Scratch = field(factory=Scratch)

@@ -24,7 +24,7 @@ class Case:
     stateful: bool = False  # its forward changes what it holds
     escapes: bool = False  # contents or inner gradients leave what is recorded: other values may need another path
     asks_identity: bool = False  # asks which object a tensor is
-    loose: bool = False  # equal but for the last bits: the fused transformer path, DESIGN 4.1
+    loose: bool = False  # equal but for the last bits: the fused transformer path adds up in another order
     refusal: str = ""  # why a capture or a replay may refuse it
 
 
