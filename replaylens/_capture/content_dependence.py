@@ -45,10 +45,13 @@ def _is_dynamic(call: Call, spec: Meaning) -> bool:
             return True
     if _keeps_shapes(call):
         return False
-    inner = original_call(call).target
-    is_operator = inner.is_property or inner.short.startswith("__")  # of Python's
-    op = op_info(inner)
-    return (op.has(Quirk.SHAPE_BY_INDEX) or not is_operator) and _decides(op, call, spec)
+    function = original_call(call).target
+    op = op_info(function)
+    is_operator = function.is_property or function.short.startswith("__")  # of Python's
+    return (not is_operator or op.has(Quirk.SHAPE_BY_INDEX)) and _decides(op, call, spec)
+
+
+_SHAPE_RULES = frozenset(quirk for quirk in Quirk if quirk.name.startswith("SHAPE_BY_"))
 
 
 def _is_known(function: Any) -> bool:
@@ -65,20 +68,20 @@ def _keeps_shapes(call: Call) -> bool:
 
 
 def _decides(op: OpInfo, call: Call, spec: Meaning) -> bool:
-    given = list(leaves(call.trees))
+    if not _SHAPE_RULES & op.quirks:
+        if op.has_dynamic_shape or op.is_pointwise:
+            return op.has_dynamic_shape
+        return any(_is_number(leaf, spec) for leaf in _in_places_of_numbers(call))
     if op.has(Quirk.SHAPE_BY_INDEX):
         return any(_by_content(item, spec) for item in call.args[1:])
     if op.has(Quirk.SHAPE_BY_ENDS):
         return bool(call.refs)
     if op.has(Quirk.SHAPE_BY_CONDITION):
         return len(call.args) + len(call.kwargs) == 1
+    numbers = [leaf for leaf in leaves(call.trees) if type(leaf) is int]
     if op.has(Quirk.SHAPE_BY_SIZES):
-        return len(call.refs) > 1 or not any(type(leaf) is int for leaf in given)
-    if op.has(Quirk.SHAPE_BY_LARGEST):
-        return not any(type(leaf) is int and leaf > 0 for leaf in given)
-    if op.has_dynamic_shape:
-        return True
-    return not op.is_pointwise and any(_is_number(leaf, spec) for leaf in _in_places_of_numbers(call))
+        return len(call.refs) > 1 or not numbers
+    return not any(number > 0 for number in numbers)  # SHAPE_BY_LARGEST
 
 
 def _by_content(index: Any, spec: Meaning) -> bool:
