@@ -154,11 +154,14 @@ def completions(nodes: list[Node], needed: Iterable[str], catches: bool) -> Iter
 
 
 def _can_raise(call: Call, by_layout: bool) -> bool:
-    if call.target.short == "__getitem__" and len(call.refs) == 1:
-        return False  # by whole numbers and slices
     if by_layout and isinstance(call, Write) and call.writes_out:
         return True
-    ways = {Quirk.CAN_RAISE, *([Quirk.CAN_RAISE_BY_LAYOUT] if by_layout else ())}
-    if not any(spec.is_differentiable for spec in call.spec):
-        ways.add(Quirk.CAN_RAISE_ON_INTEGERS)
-    return not ways.isdisjoint(op_info(original_call(call).target).quirks)
+    ways = op_info(original_call(call).target).quirks & _RAISING
+    if not ways or (call.target.short == "__getitem__" and len(call.refs) == 1):  # by whole numbers and slices
+        return False
+    if Quirk.CAN_RAISE in ways or (by_layout and Quirk.CAN_RAISE_BY_LAYOUT in ways):
+        return True
+    return Quirk.CAN_RAISE_ON_INTEGERS in ways and not any(spec.is_differentiable for spec in call.spec)
+
+
+_RAISING = frozenset((Quirk.CAN_RAISE, Quirk.CAN_RAISE_BY_LAYOUT, Quirk.CAN_RAISE_ON_INTEGERS))
