@@ -262,7 +262,7 @@ def test_what_is_inserted_after_a_view_whose_memory_is_written_later_is_not_lost
         return v * 2 + y
 
     program = rl.capture(model, torch.ones(2, 2))
-    with pytest.raises(rl.DivergedReplay, match="memory of getitem_1"):
+    with pytest.raises(rl.DivergedReplay, match="storage of getitem_1"):
         program.insert_after("getitem_1", lambda t: t * 100)
 
 

@@ -195,7 +195,7 @@ def test_a_metric_that_draws_or_whose_shape_contents_decide_runs_one_by_one():
 @pytest.mark.parametrize("variants", [{}, [], None])
 def test_no_variants(variants):
     prog = rl.capture(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(rl.ReplaylensError, match=r"variants are a mapping, \{key: patches\}, of one at least\."):
+    with pytest.raises(rl.ReplaylensError, match=r"variants must be a non-empty mapping \{key: patches\}\."):
         prog.replay_many(variants)
 
 

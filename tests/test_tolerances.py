@@ -20,7 +20,7 @@ def test_no_other_file_compares_numbers_up_to_rounding():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in COMPARING
     }
-    assert found == {"tolerances.py"}
+    assert found == {"equality.py"}
 
 
 def test_a_share_of_the_largest_number_is_let_be_also_at_zero():

@@ -81,7 +81,7 @@ def _decides(op: OpInfo, call: Call, spec: Meaning) -> bool:
     numbers = [leaf for leaf in leaves(call.trees) if type(leaf) is int]
     if op.has(Quirk.SHAPE_BY_SIZES):
         return len(call.refs) > 1 or not numbers
-    return not any(number > 0 for number in numbers)  # SHAPE_BY_LARGEST
+    return op.has(Quirk.SHAPE_BY_LARGEST) and not any(number > 0 for number in numbers)
 
 
 def _by_content(index: Any, spec: Meaning) -> bool:
