@@ -67,9 +67,9 @@ class ProgramUnderTest:
     def verifying(self, code: Code) -> Code:
         """The code of a replay, wrapped to mark verified calls."""
         count = len(self.graph)
-        return code.wrapped(lambda slot, call: partial(self._run, slot, call) if slot < count else call)
+        return code.wrapped(lambda slot, call: partial(self._run_call, slot, call) if slot < count else call)
 
-    def _run(self, position: int, call: Any, *args: Any) -> Any:
+    def _run_call(self, position: int, call: Any, *args: Any) -> Any:
         before = torch.default_generator.get_state()
         made = call(*args)
         node = self.graph.nodes[position]

@@ -118,7 +118,7 @@ class DeferredValues:
         if not all(map(self._is_held, refs)):
             if self._is_as_recorded(position) and all(ref in self.record.values for ref in refs):
                 return filled(tree, lambda ref: self.finish(self.record.value(ref)))
-            self._run(position)
+            self._run_part(position)
         return filled(tree, lambda ref: self.finish(self._value(ref)))
 
     def everything(self) -> None:
@@ -159,7 +159,7 @@ class DeferredValues:
         names = [graph.nodes[position].name for position in changed]
         return frozenset([graph.positions[name] for name in graph.descendants(names)]) if names else frozenset()
 
-    def _run(self, position: int) -> None:
+    def _run_part(self, position: int) -> None:
         graph, name = self.record.graph, self.record.graph.nodes[position].name
         if self.request.fresh:
             raise ReplaylensError(f"{name} was not kept, and fresh draws cannot be repeated. Pass keep=[{name!r}].")

@@ -119,7 +119,7 @@ class BatchedOp:
         if align not in signature.alignments:
             return False
         with modes(_without_gradients(self.node.context)):
-            run, is_pointwise = partial(self._run, align), lambda: op_info(signature.name).is_pointwise
+            run, is_pointwise = partial(self._run_rows, align), lambda: op_info(signature.name).is_pointwise
             found = is_proved(align, self.recorded, run, signature.largest_literal, is_pointwise) and (
                 not align.resizes or only_moves(align, self.recorded, self.call)
             )
@@ -139,7 +139,7 @@ class BatchedOp:
         self.signature.alignments = tuple([other for other in self.signature.alignments if other != align])
         self.signature.routes.clear()
 
-    def _run(self, align: Alignment, values: Sequence[Tensor], rows: int | None) -> list[Tensor]:
+    def _run_rows(self, align: Alignment, values: Sequence[Tensor], rows: int | None) -> list[Tensor]:
         resized = align.resizes and rows is not None
         return self.parts(self._resized(values, align, rows) if resized else self.call(values))
 

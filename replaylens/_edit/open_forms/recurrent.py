@@ -176,7 +176,7 @@ def _stack(
         for direction in directions:
             own = weights[len(last)]
             given = list(part(linear(inputs, own.ih, own.bias_ih)))
-            steps, states = _run(step, given[::-1] if direction else given, begun[len(last)], own)
+            steps, states = _run_layer(step, given[::-1] if direction else given, begun[len(last)], own)
             last.append(states)
             hidden = [made["hidden"] for made in steps]
             halves.append(join(hidden[::-1] if direction else hidden))
@@ -196,7 +196,7 @@ def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[Wei
     return [Weights(row[0], row[1], None, None, *row[2:]) for row in rows]
 
 
-def _run(step: Step, inputs: list[Tensor], states: States, weights: Weights) -> tuple[list[Named], States]:
+def _run_layer(step: Step, inputs: list[Tensor], states: States, weights: Weights) -> tuple[list[Named], States]:
     """Step after step. Sequences that end leave the batch at its end; those that begin later join there."""
     begun, steps = states, []
     over: list[States] = []
