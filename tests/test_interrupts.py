@@ -423,7 +423,7 @@ def test_a_child_that_is_forked_while_others_wait_for_their_turn_does_not_wait()
     with meanwhile(midway):
         other = threading.Thread(target=lambda: prog.replay(patch={"fc": far}))
         other.start()
-        while sys._current_frames()[other.ident].f_code.co_name != "drawing_alone":
+        while sys._current_frames()[other.ident].f_code.co_name != "exclusive_generator":
             pass
         assert in_a_child(lambda: works() and prog.replay(patch={"fc": far}).diverged)
     other.join()
