@@ -33,7 +33,7 @@ from .._ir.util import cached_property
 from .recording import Addresses
 from .scopes import addresses, module_table, other_addresses
 from .snapshot import ModuleContents, collect_new, is_frozen, set_aside, set_back
-from .user_code import closure_values
+from .user_code import calls_any_of, closure_values
 
 _MOST = 10_000  # objects that are searched
 _PYTHONS_OWN = frozenset(("builtins", "itertools", "collections"))
@@ -496,9 +496,11 @@ def _calls_script(function: Any, depth: int, seen: set[int]) -> bool:
     if id(function) in seen:
         return False
     seen.add(id(function))
+    if calls_any_of(function.__code__, _HIDDEN):
+        return True
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if name in _HIDDEN or isinstance(value, torch.jit.ScriptFunction):
+        if isinstance(value, torch.jit.ScriptFunction):
             return True
         is_users = isinstance(value, FunctionType) and not (value.__module__ or "").startswith("torch")
         if depth and is_users and _calls_script(value, depth - 1, seen):

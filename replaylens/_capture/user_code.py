@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dis
 import linecache
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -180,6 +181,33 @@ def called_without_arguments(code: CodeType, names: Collection[str]) -> Iterator
             given = True
         else:
             last, given = (step.value if step.value in names else ""), False
+
+
+@lru_cache(maxsize=4096)
+def calls_any_of(code: CodeType, names: frozenset[str]) -> bool:
+    """True if code, without nested code, calls something by one of these names. Before Python 3.11 bytecode does not
+    tell whether a global is called: there naming it counts.
+    """
+    if names.isdisjoint(code.co_names):
+        return False
+    return sys.version_info < (3, 11) or not names.isdisjoint(_called_names(code))
+
+
+def _called_names(code: CodeType) -> Iterator[str]:
+    """The names whose value code loads in order to call it: a NULL is pushed beside it, before or after."""
+    is_called = is_null_pushed = False
+    for step, after in pairwise(steps_of(code).steps):
+        if step.name in _ATTRIBUTE_LOADS:
+            is_called |= step.name == "LOAD_METHOD" or (_ATTRIBUTES_HAVE_NULL and bool(step.arg & 1))
+        else:
+            is_called = is_null_pushed or (step.name == "LOAD_GLOBAL" and bool(step.arg & 1))
+        if type(step.value) is str and after.name not in _ATTRIBUTE_LOADS and (is_called or after.name == "PUSH_NULL"):
+            yield step.value
+        is_null_pushed = step.name == "PUSH_NULL"
+
+
+_ATTRIBUTE_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_ATTRIBUTES_HAVE_NULL = sys.version_info >= (3, 12)
 
 
 # -- what it does with an attribute ------------------------------------------------------------------------------------
