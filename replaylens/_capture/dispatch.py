@@ -26,6 +26,7 @@ class Handling(enum.Enum):
     PASS = "pass it on, it is no operation"
     LEAF = "one operation"
     FRESH = "one operation, whose output never shares memory"
+    VIEW = "one operation, whose output as a rule is a view of its first argument"
     RELU = "F.relu, opened by hand"
     OPEN = "run its Python body under the mode"
     OPAQUE = "one operation, of which nothing is known"
@@ -121,9 +122,20 @@ def _named_rule(function: Callable[..., Any], op: OpInfo) -> Rule:
     if op.returns_fresh and writes is None:
         chosen = product_settings_are_default if op.has(Quirk.KERNEL_BY_PRODUCTS) else are_default
         return Rule(Handling.FRESH, kind, is_usual=None if op.has(Quirk.ONE_KERNEL) else chosen)
+    if _gives_one_view(op) and writes is None:
+        return Rule(Handling.VIEW, kind)
     is_identity = op.has(Quirk.DROPOUT) and writes is None
     is_undefined = op.has(Quirk.UNDEFINED)
     return Rule(Handling.LEAF, kind, writes, may_draw=op.draws, is_identity=is_identity, is_undefined=is_undefined)
+
+
+def _gives_one_view(op: OpInfo) -> bool:
+    """True for functions that as a rule give a view of the first argument, by other arguments that are no tensors."""
+    if op.name.startswith("_") or not op.gives_view:
+        return op.name == "__getitem__"
+    words = {argument.name for one in op.overloads for argument in one._schema.arguments}
+    moves = op.has(Quirk.COPY_OR_VIEW) or not words.isdisjoint(("memory_format", "device"))
+    return not (op.gives_several_views or op.draws or moves or "as_strided" in op.name)
 
 
 def is_new_memory(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:

@@ -73,6 +73,10 @@ class MemorySavingTracer(Tracer):
         self.dropper.drop_unreferenced()
         return super()._fresh(rule, func, args, depth + 1)
 
+    def _view(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
+        self.dropper.drop_unreferenced()
+        return super()._view(rule, func, args, depth + 1)
+
     def read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
         """Every operation besides `_fresh` begins here."""
         self.dropper.drop_unreferenced()

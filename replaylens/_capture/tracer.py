@@ -22,11 +22,12 @@ from attrs import frozen
 from torch import nn
 from torch.autograd import forward_ad
 
-from .._ir.memory import version_of
+from .._ir.memory import storage_of, version_of
 from .._ir.node import SAME_TENSOR
 from .._ir.ops import Quirk, op_info
 from .._ir.runtime import alias, deepcopied, exception_name, exception_text, read_in_another_thread, what_is_raised
-from .._ir.settings import SMALLEST_NORMAL
+from .._ir.settings import SMALLEST_NORMAL, are_default
+from .._ir.target import Target
 from .._ir.torch_private import (
     OpOverload,
     TransformType,
@@ -42,7 +43,8 @@ from .._ir.torch_private import (
     unwrapped,
     without_function_modes,
 )
-from .._ir.trees import ATOMS, freeze, freeze_deep, thaw
+from .._ir.trees import ATOMS, Branch, freeze, freeze_deep, thaw
+from .._ir.write import Hole, ViewStep
 from .._replay.flag_guards import NOT_NONE, WALK, plain_answer
 from ..errors import ReplaylensError, UnannouncedWrite
 from .aliasing import Alias
@@ -118,7 +120,8 @@ _references = sys.getrefcount
 _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _tuple = tuple.__new__
 _rules: dict[Any, Rule] = {}
-PASS, FRESH, RELU = Handling.PASS, Handling.FRESH, Handling.RELU
+PASS, FRESH, RELU, VIEW = Handling.PASS, Handling.FRESH, Handling.RELU, Handling.VIEW
+_NO_KEYWORDS = Branch(dict, (), ())
 _Tensor, _Parameter = torch.Tensor, nn.Parameter
 
 
@@ -151,6 +154,8 @@ class Tracer(Recorder):
                 return self._fresh(rule, func, args, 2)
             if how is RELU and not kwargs["inplace"]:  # the commonest wrapper: its body is one of two builtins
                 return self._fresh(_RELU, torch.relu, args, 4)
+            if how is VIEW and not kwargs:
+                return self._view(rule, func, args)
             return self._open_or_call(rule, func, args, kwargs or {})
         except (ReplaylensError, RetraceAtDispatch) as refusal:
             self.refused = self.refused or refusal  # the model may swallow it: capture raises it again
@@ -266,6 +271,50 @@ class Tracer(Recorder):
         row = (func, rule.kind, refs, None, handle, context, self.scope, site, None, False, None, (), False, took, None)
         recording.records.append(_tuple(CallRecord, row))
         return out
+
+    def _view(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
+        """A view of the first argument, of which its memory is the proof; any other call goes the long way."""
+        memory, source = self.memory, args[0]
+        known, kind = memory.live.get(id(source)), type(source)
+        if known is None or not (kind is _Tensor or kind is _Parameter):
+            return self._call(rule, func, args, {})
+        others: list[torch.Tensor] = []
+        rest = [value if type(value) in ATOMS else freeze(value, others.append) for value in args[1:]]
+        if others or list in map(type, args):  # an index that copies
+            return self._call(rule, func, args, {})
+        handle = known if type(known) is ValueId else self.read(source)
+        site = self.opened_site
+        if site is None:
+            frame = _frame(depth)
+            site = (frame.f_code, frame.f_lasti) if frame.f_code is self.forward else self.line(frame)
+        start = _now()
+        out = func(*args)
+        took = _now() - start
+        alias = self._viewed(source, out)
+        if alias is None:
+            return self._call(rule, func, args, {})
+        made = self.recording.keep(out)
+        if alias.steps:
+            self.recording.aliasing.view_of[made] = (alias.handle,)
+        step = Branch(ViewStep, (Target.of(func), (Hole.HERE, *rest), _NO_KEYWORDS, (), _grad_enabled()))
+        memory.register_view(out, alias.base, (*alias.steps, step), made)
+        is_plain = not (_inference() or _autocast() or _saved_hooks(False)) and _dispatch_modes() == self.outer_modes
+        is_plain = is_plain and _dtype() is self.recording.default_dtype and are_default()
+        context = self.plain_contexts[_grad_enabled()] if is_plain else self.context()
+        reads, scope = [handle, *rest], self.scope
+        row = (func, rule.kind, reads, {}, made, context, scope, site, None, False, None, (), False, took, None)
+        self.recording.records.append(_tuple(CallRecord, row))
+        return out
+
+    def _viewed(self, source: torch.Tensor, out: Any) -> Alias | None:
+        """The Alias of a known tensor, if `out` is a plain view of it in the storage that is known by it."""
+        memory = self.memory
+        if type(out) is not _Tensor or out is source or (key := storage_of(out)) is None:
+            return None
+        known, base = memory.live[id(source)], memory.bases.get(key)
+        if type(known) is ValueId:
+            return memory.alias_of(source) if base is None and storage_of(source) == key else None
+        return known if known.base is base else None
 
     # -- Python-written torch functions --------------------------------------------------------------------------------
 

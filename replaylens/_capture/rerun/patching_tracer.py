@@ -149,6 +149,9 @@ class PatchingTracer(Tracer):
             out = super()._fresh(rule, func, args, depth + 1)
         return self._apply_patches(FinishedCall(out, args))
 
+    def _view(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
+        return self._open_or_call(rule, func, args, {})
+
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if rule.how in (Handling.OPEN, Handling.RELU) and func not in self.opened:  # the calls within come here, too
             return super()._open_or_call(
