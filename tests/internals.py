@@ -7,10 +7,13 @@ from replaylens._capture import (
     provenance as provenance,
     scopes as scopes,
     snapshot as snapshot,
+    tracer as tracer,
     writes as writes,
 )
 from replaylens._capture.dispatch import Handling as Handling, rule_of as rule_of
-from replaylens._capture.provenance import _names_scripts as _names_scripts
+from replaylens._capture.provenance import Provenance as Provenance, _names_scripts as _names_scripts
+from replaylens._capture.recorder import Recorder as Recorder
+from replaylens._capture.writes import NOT_WHOLE as NOT_WHOLE
 from replaylens._check import model_under_test as model_under_test
 from replaylens._check.aten_audit import (
     OpClass as OpClass,

@@ -372,6 +372,10 @@ class AliasTracker:
                 for handle in held:
                     values[handle] = values[handle].clone()
                 return
+            if held == [base.handle] and values[base.handle] is old and is_all_of_its_storage(old):
+                values[base.handle] = copied = old.detach().clone().requires_grad_(old.requires_grad)
+                recording.versions[base.handle] = version_of(copied)
+                return
             copied = old.untyped_storage().clone()
             for handle in held:
                 values[handle] = self._same_view(values[handle], copied)
@@ -554,6 +558,13 @@ class CopiedBeforeWrite:
                 recording.values[handle], recording.versions[handle] = value, version
                 if history is None:
                     recording.autograd.histories.pop(handle, None)
+
+
+def is_all_of_its_storage(tensor: torch.Tensor) -> bool:
+    """True if a clone has the same geometry, over memory of its own with nothing else in it."""
+    if type(tensor) is not torch.Tensor or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return False
+    return not tensor.is_quantized and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def geometry_step(tensor: torch.Tensor, base: Storage) -> Any:

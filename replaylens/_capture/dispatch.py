@@ -48,6 +48,7 @@ class Rule:
     is_identity: bool = False  # may return its argument: its output gets an alias
     is_undefined: bool = False  # gives memory with undefined content
     special: str = ""
+    is_fresh: bool = False  # where it writes nothing, its output never shares memory
     is_usual: Callable[[], bool] | None = None  # returns True while the settings that select its kernel are torch's own
 
 
@@ -119,9 +120,11 @@ def _named_rule(function: Callable[..., Any], op: OpInfo) -> Rule:
         return Rule(Handling.OPAQUE, kind, writes=writes, may_draw=True, is_dynamic=True)
     if op.reshapes:
         return Rule(Handling.LEAF, kind, writes=writes, reshapes=True)
+    chosen = product_settings_are_default if op.has(Quirk.KERNEL_BY_PRODUCTS) else are_default
     if op.returns_fresh and writes is None:
-        chosen = product_settings_are_default if op.has(Quirk.KERNEL_BY_PRODUCTS) else are_default
         return Rule(Handling.FRESH, kind, is_usual=None if op.has(Quirk.ONE_KERNEL) else chosen)
+    if op.has(Quirk.UPDATES_STATISTICS) and not op.draws:
+        return Rule(Handling.LEAF, kind, writes, is_fresh=True, is_usual=chosen)
     if _gives_one_view(op) and writes is None:
         return Rule(Handling.VIEW, kind)
     is_identity = op.has(Quirk.DROPOUT) and writes is None

@@ -32,7 +32,7 @@ from .._ir.trees import ATOMS, attributes_of, own_attributes
 from .._ir.util import cached_property
 from .recording import Addresses
 from .scopes import addresses, module_table, other_addresses
-from .snapshot import ModuleContents, collect_new, is_frozen, set_aside, set_back
+from .snapshot import ModuleContents, ModuleDicts, collect_new, is_frozen, set_aside, set_back
 from .user_code import calls_any_of, closure_values
 
 _MOST = 10_000  # objects that are searched
@@ -166,7 +166,15 @@ def thread_fingerprint() -> tuple[Any, ...]:
     return repr(getattr(counter, "__self__", counter)), threading.active_count(), workers or None
 
 
-_WORKED_OUT = ("started_at", "parameters_begun", "parameters_by_id", "begun_by_id", "begun_by_module", "known_modules")
+_WORKED_OUT = (
+    "started_at",
+    "buffers_at_start",
+    "parameters_begun",
+    "parameters_by_id",
+    "begun_by_id",
+    "begun_by_module",
+    "known_modules",
+)
 _parameters, _values = operator.attrgetter("_parameters"), operator.methodcaller("values")
 
 
@@ -194,13 +202,12 @@ class Provenance:
     @cached_property
     def started_at(self) -> dict[int, tuple[nn.Module, str] | None]:
         """Where each parameter stood when the forward began, by id; None for one at several places."""
-        held = [(value, (module, key)) for module, _, held in self.held.parameters for key, value in held.items()]
-        places = [(id(value), place) for value, place in held if value is not None]
-        found: dict[int, Any] = dict(places)
-        if len(found) < len(places):
-            counts = Counter([number for number, _ in places])
-            found.update((number, None) for number, count in counts.items() if count > 1)
-        return found
+        return _single_places(self.held.parameters)
+
+    @cached_property
+    def buffers_at_start(self) -> dict[int, tuple[nn.Module, str] | None]:
+        """The same for buffers."""
+        return _single_places(self.held.buffers)
 
     def state(self, tensor: torch.Tensor, running: nn.Module | None) -> tuple[str, tuple[Any, str]] | None:
         """The kind of a parameter or buffer and (module, key); None for other tensors."""
@@ -461,6 +468,18 @@ class Provenance:
             return tuple(holders.get(id(value), ())) if value is not None else ()
 
         return aliases
+
+
+def _single_places(held: ModuleDicts) -> dict[int, Any]:
+    """(module, key) of each tensor by id; None for one at several places."""
+    places = [
+        (id(value), (module, key)) for module, _, held in held for key, value in held.items() if value is not None
+    ]
+    found: dict[int, Any] = dict(places)
+    if len(found) < len(places):
+        counts = Counter([number for number, _ in places])
+        found.update((number, None) for number, count in counts.items() if count > 1)
+    return found
 
 
 def _new(module: nn.Module, now: Any, first: dict[str, Any]) -> Iterator[tuple[nn.Module, str]]:

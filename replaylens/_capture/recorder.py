@@ -414,13 +414,18 @@ class Recorder(TorchFunctionMode):
         handle = self.memory.read(tensor)
         if handle is not None:
             return handle
-        return self.parameter(tensor) if type(tensor) is _Parameter else self._origin(tensor)
+        if type(tensor) is _Parameter:
+            return self.parameter(tensor)
+        where = self.origins.buffers_at_start.get(id(tensor)) if self.scope >= 0 else None
+        if where is None or storage_of(tensor) in self.memory.bases:
+            return self._origin(tensor)
+        return self.source("buffer", tensor, where)
 
     def parameter(self, tensor: torch.Tensor) -> ValueId:
         """The value of a parameter at its first read: a short cut for those that stand at one address."""
         number, memory = id(tensor), self.memory
         where = self.started_at.get(number)
-        if where is None or self.scope < 0 or memory.written:
+        if where is None or self.scope < 0 or (memory.written and storage_of(tensor) in memory.bases):
             return self._origin(tensor)
         recording = self.recording
         values, versions = recording.values, recording.versions

@@ -78,7 +78,7 @@ from .recording import (
 from .scopes import model_frames, user_frame
 from .threads import frame_outside_stdlib
 from .user_code import is_torch_code, keeps_exceptions, rebinds, tests_for_none
-from .writes import assign, reshape, resize, write
+from .writes import NOT_WHOLE, assign, reshape, resize, write, write_whole
 
 _opened: dict[Any, Callable[..., Any]] = {}
 _globals: dict[int, dict[str, Any]] = {}
@@ -224,12 +224,18 @@ class Tracer(Recorder):
         if how is Handling.OPAQUE:
             return self._opaque(rule, func, args, kwargs)
         targets = _written_by(rule, args, kwargs)
+        if len(targets) == 1 and args and targets[0] is args[0] and not (kwargs or rule.reshapes or self.is_special):
+            out = write_whole(self, rule, func, args)
+            if out is not NOT_WHOLE:
+                return out
         if targets:
             return (
                 reshape(self, rule, func, args, kwargs)
                 if rule.reshapes
                 else write(self, rule, func, args, kwargs, targets)
             )
+        if rule.is_fresh and not (kwargs or self.is_special) and type(self) is Tracer:
+            return self._fresh(rule, func, args, 4)
         return self.leaf(rule, func, args, kwargs)
 
     # -- one operation -------------------------------------------------------------------------------------------------
@@ -302,7 +308,7 @@ class Tracer(Recorder):
         is_plain = is_plain and _dtype() is self.recording.default_dtype and are_default()
         context = self.plain_contexts[_grad_enabled()] if is_plain else self.context()
         reads, scope = [handle, *rest], self.scope
-        row = (func, rule.kind, reads, {}, made, context, scope, site, None, False, None, (), False, took, None)
+        row: Any = (func, rule.kind, reads, {}, made, context, scope, site, None, False, None, (), False, took, None)
         self.recording.records.append(_tuple(CallRecord, row))
         return out
 
@@ -312,9 +318,9 @@ class Tracer(Recorder):
         if type(out) is not _Tensor or out is source or (key := storage_of(out)) is None:
             return None
         known, base = memory.live[id(source)], memory.bases.get(key)
-        if type(known) is ValueId:
-            return memory.alias_of(source) if base is None and storage_of(source) == key else None
-        return known if known.base is base else None
+        if isinstance(known, Alias):
+            return known if known.base is base else None
+        return memory.alias_of(source) if base is None and storage_of(source) == key else None
 
     # -- Python-written torch functions --------------------------------------------------------------------------------
 

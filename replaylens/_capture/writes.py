@@ -23,7 +23,7 @@ The contract of the record of a `mutate`, whose arguments and results `WriteArgu
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from time import perf_counter_ns as _now
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from .._ir.ops import Quirk, op_info, stems
 from .._ir.runtime import fill_new, fill_uninitialized, fills_uninitialized, resized, zero_uninitialized
 from .._ir.target import Target
 from .._ir.torch_private import OpOverload, OpOverloadPacket, kernels
-from .._ir.trees import Branch, freeze
+from .._ir.trees import ATOMS, Branch, freeze
 from .._ir.write import (
     DerivedView,
     Hole,
@@ -55,6 +55,7 @@ from .aliasing import (
     Storage,
     filled_hole,
     geometry_step,
+    is_all_of_its_storage,
     may_have_gradient,
     may_overlap,
     packed_step,
@@ -91,14 +92,10 @@ def functional_variant_of(
         return torch.full_like, (target, value), {}
     if target.dtype not in _FLOATS:
         return None
-    if op.has(Quirk.EXACT_IN_PLACE) and not others:
-        return _pure_function(func, name), args, kwargs
-    if (
-        op.has(Quirk.EXACT_OF_TWO)
-        and all(_fits_target(other, target) for other in others)
-        and not _is_complex(args, kwargs)
-    ):
-        return getattr(torch.Tensor, stems(name)[-1]), args, kwargs
+    pure, takes_tensors = _pure_variant(func)
+    fits = not others or (takes_tensors and all(_fits_target(other, target) for other in others))
+    if pure is not None and fits and not (takes_tensors and _is_complex(args, kwargs)):
+        return pure, args, kwargs
     if name == "masked_fill_" and all(_fits_target(other, target) or other.dtype is torch.bool for other in others):
         return torch.Tensor.masked_fill, args, kwargs
     return None
@@ -132,6 +129,7 @@ WRITTEN_THROUGH_DATA = (
 )
 FunctionalCall = tuple[Any, list[Any], dict[str, Any]]  # a pure function, its arguments, its keywords
 _grad_enabled = torch.is_grad_enabled
+NOT_WHOLE = object()
 _DETACH = packed_step(torch.Tensor.detach, (Hole.HERE,), None, (), True)
 
 
@@ -152,6 +150,102 @@ class WriteCall(NamedTuple):
         aliases = [recorder.memory.alias_of(target) for target in targets]
         bases = list({id(alias.base): alias.base for alias in aliases}.values())
         return WriteCall(func, args, kwargs, tensors_in(args, kwargs), targets, aliases, bases)
+
+
+def write_whole(recorder: Recorder, rule: Rule, func: Any, args: Any) -> Any:
+    """`write` for the commonest write: of a tensor that is all of its storage, of which nothing has made a view, by a
+    function with a functional variant. NOT_WHOLE, with nothing changed, where it is another one.
+    """
+    target, recording, memory = args[0], recorder.recording, recorder.memory
+    base = _whole_storage(recorder, target)
+    if base is None or (reads := _reads_of_variant(recorder, func, args, target)) is None:
+        return NOT_WHOLE
+    site, held, version = recorder.site(), base.handle, base.counter
+    recording.note_history(held)
+    with torch.no_grad():
+        copied = target.clone()
+    values, versions = recording.values, recording.versions
+    before = versions[held]
+    values[held] = copied.requires_grad_() if target.requires_grad else copied
+    versions[held] = version_of(copied)
+    base.held = []
+    try:
+        start = _now()
+        out = func(*args)
+        recorder.took = _now() - start
+    except Exception as error:
+        if version_of(target) != version:
+            raise _half_written(rule, error) from error
+        values[held], versions[held], base.held = target, before, [held]
+        raise
+    memory.note_write(base, recording.keep(target))
+    if called_by_checkpoint():
+        recording.checkpoints.written.update({id(base.root): None, base.handle: None})
+    alias = memory.live[id(target)]
+    assert isinstance(alias, Alias)
+    alias.handle, alias.version = base.handle, base.version
+    recorder.append(_pure_variant(func)[0], rule, reads, {}, base.handle, site, None, False, func)
+    return out
+
+
+def _whole_storage(recorder: Recorder, target: Any) -> Storage | None:
+    """The Storage of a tensor that is all of it, and that nothing else is known to share."""
+    memory = recorder.memory
+    known = memory.live.get(id(target))
+    if known is None or type(target) is not torch.Tensor or memory.in_sparse or recorder.recording.unwanted:
+        return None
+    alias = memory.alias_of(target)
+    base = alias.base
+    if alias.steps or alias.version != base.version or base.root is not target:
+        return None
+    if (version := version_of(target)) < 0 or version != base.counter:
+        return None
+    if base.version == 0:
+        memory.join_aliases(base)
+    is_alone = base.held == [base.handle] and base.exposed is None and base.twin is None and not base.is_forked
+    if not is_alone or memory.unseen_alias is not None or not is_all_of_its_storage(target):
+        return None
+    is_lost = not _grad_enabled() and _may_need_gradient(recorder, target)
+    is_own = recorder.recording.values[base.handle] is target
+    return base if is_own and not is_lost and target.dtype in _FLOATS else None
+
+
+def _reads_of_variant(recorder: Recorder, func: Any, args: Any, target: torch.Tensor) -> list[Any] | None:
+    """What the functional variant of a write reads; None if there is none, or another argument shares the memory."""
+    pure, takes_tensors = _pure_variant(func)
+    if pure is None:
+        return None
+    reads: list[Any] = [recorder.read(target)]
+    for value in args[1:]:
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if not takes_tensors or not _fits_target(value, target) or storage_of(value) == storage_of(target):
+                return None
+            reads.append(recorder.read(value))
+        elif kind in ATOMS and kind is not complex:
+            reads.append(value)
+        else:
+            return None
+    return reads
+
+
+@cache
+def _pure_variant(func: Any) -> tuple[Any, bool]:
+    """The function that gives what this one leaves in its target, and whether it takes further tensors; or None."""
+    op = op_info(func)
+    if isinstance(func, (OpOverload, OpOverloadPacket)) or not (
+        op.has(Quirk.EXACT_IN_PLACE) or op.has(Quirk.EXACT_OF_TWO)
+    ):
+        return None, False
+    if op.has(Quirk.EXACT_IN_PLACE):
+        return _pure_function(func, op.name), False
+    return getattr(torch.Tensor, stems(op.name)[-1]), True
+
+
+def _half_written(rule: Rule, error: Exception) -> CaptureError:
+    return CaptureError(
+        f"`{rule.kind}` wrote a part of its target and then raised {error!r}; what it left there is unknown."
+    )
 
 
 def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
@@ -209,9 +303,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         if any(
             counter == -1 or version_of(base.root) != counter for base, counter in zip(bases, counters, strict=True)
         ):
-            raise CaptureError(
-                f"`{rule.kind}` wrote a part of its target and then raised {error!r}; what it left there is unknown."
-            ) from error
+            raise _half_written(rule, error) from error
         for one in copied:
             one.put_back(recorder.recording)
         raise
