@@ -17,7 +17,7 @@ import torch
 from attrs import evolve
 from graphviz import Source
 
-from ._capture.capture import Captured, trace_forward
+from ._capture.capture import Captured, holds_histories, trace_forward
 from ._capture.fake import capture_fake
 from ._capture.rerun.run import capture_without_effects, has_scripts, with_model_to_itself
 from ._capture.snapshot import ForwardState
@@ -85,10 +85,12 @@ def capture(
         return Program(
             _outline=capture_fake(model, args, kwargs, label_nodes, unknown), _history=("captured without computing",)
         )
-    prog = Program(_captured=trace_forward(model, args, kwargs, label_nodes, unknown, save_spec))
+    captured = trace_forward(model, args, kwargs, label_nodes, unknown, save_spec)
+    later = not (save_spec.keys or save_spec.everything or holds_histories(captured))  # what goes needs no names
+    prog = Program(_captured=captured, _keeps_nothing=later)
     if outer:
         _require_unchanged(prog, outer)
-    return prog if save_spec.everything else prog._keeping(save_spec)
+    return prog if save_spec.everything or later else prog._keeping(save_spec)
 
 
 def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bool = False, **kwargs: Any) -> Run:
@@ -174,8 +176,9 @@ class Program(ProgramBase):
         _beginning: ForwardState | None = None,
         _outline: Record | None = None,
         _grads: Grads | None = None,
+        _keeps_nothing: bool = False,
     ) -> None:
-        super().__init__(_captured, _record, _output, _outline, _beginning, _grads)
+        super().__init__(_captured, _record, _output, _outline, _beginning, _grads, _keeps_nothing)
         self.history = _history or ("captured",)
         self._edge_programs: dict[Any, Program] = {}
 

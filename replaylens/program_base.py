@@ -39,7 +39,7 @@ from ._layers.program_metadata import ProgramMetadata
 from ._replay.gradients import Grads, GradTargets, grad_targets, gradients, with_output
 from ._replay.guards import Departure, RerunRequired
 from ._replay.inputs import CAPTURE_AGAIN, GivenInputs, copied_outside_inference, new_inputs, new_state
-from ._replay.record import OVERWRITTEN, Record, Versions, completed_record, detached, with_values
+from ._replay.record import OVERWRITTEN, Record, Versions, completed_record, detached, keeping_only, with_values
 from ._replay.replay import replay
 from ._replay.request import LivePatchScope, ModuleOutputChange, Request
 from ._replay.resolve_patches import changes_of
@@ -78,8 +78,10 @@ class ProgramBase(ProgramMetadata, ValueSource):
         outline: Record | None,
         beginning: ForwardState | None,
         grads: Grads | None,
+        keeps_nothing: bool,
     ) -> None:
         self._captured = captured
+        self._keeps_nothing = keeps_nothing  # of what was captured: it goes when the graph is built
         self._given_record = record
         self._returned = captured.output if captured is not None else output
         self._outline = outline  # the record of a fake forward, without values
@@ -166,7 +168,8 @@ class ProgramBase(ProgramMetadata, ValueSource):
         with _freezing, outside_of_transforms():  # the program outlives a transform that uses it first
             if (known := vars(self).get("_record")) is None:
                 assert self._captured is not None
-                known = vars(self)["_record"] = record_of(self._captured)
+                known = record_of(self._captured)
+                vars(self)["_record"] = known = keeping_only(known, frozenset()) if self._keeps_nothing else known
                 self._captured = None
         return cast(Record, known)
 

@@ -349,6 +349,12 @@ def record_of(captured: Captured) -> Record:
     return Record(graph, values, versions, recording.rng.draws, live, account=account, places=places, lent=lent)
 
 
+def holds_histories(captured: Captured) -> bool:
+    """True if a value, or what the model returned, keeps the saved tensors of a backward pass alive."""
+    values = captured.recording.values
+    return any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values)
+
+
 def _is_written_leaf(source: Any, value: torch.Tensor | None) -> bool:
     """True if the forward wrote a leaf among its inputs, so that its content before is kept by value."""
     return value is not None and value is not source.tensor and value.requires_grad and source.tensor.is_leaf
