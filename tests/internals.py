@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from replaylens._capture import (
     capture as capture,
+    memory_saving as memory_saving,
     provenance as provenance,
     scopes as scopes,
     snapshot as snapshot,
@@ -11,6 +12,7 @@ from replaylens._capture import (
     writes as writes,
 )
 from replaylens._capture.dispatch import Handling as Handling, rule_of as rule_of
+from replaylens._capture.memory_saving import PATIENCE as PATIENCE
 from replaylens._capture.provenance import Provenance as Provenance, _names_scripts as _names_scripts
 from replaylens._capture.recorder import Recorder as Recorder
 from replaylens._capture.writes import NOT_WHOLE as NOT_WHOLE

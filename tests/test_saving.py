@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from internals import format_bytes
+from internals import PATIENCE, format_bytes, memory_saving
 from oracle import assert_same
 from torch import nn
 from zoo import MODELS, silence
@@ -189,6 +189,17 @@ def test_what_is_not_wanted_is_let_go_of_while_the_model_runs(step, mode):
         model = Counting(STEPS[step])
         rl.capture(model, torch.randn(4, 4), save="all")
         assert max(model.alive) == 49
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_small_values_may_stay_until_they_fill_a_megabyte(mode, monkeypatch):
+    monkeypatch.setattr(memory_saving, "PATIENCE", PATIENCE)  # conftest.py has values dropped at once
+    with mode():
+        small, large = Counting(torch.tanh), Counting(torch.tanh)
+        rl.capture(small, torch.randn(4, 4), save="none")
+        rl.capture(large, torch.randn(2**16, 4), save="none")  # of a megabyte each
+    assert max(small.alive) == 49
+    assert max(large.alive[-20:]) <= 4
 
 
 def test_of_what_is_wanted_no_more_is_kept_while_the_model_runs():

@@ -43,7 +43,7 @@ from .memory_saving import memory_saving_tracer, stop_observing
 from .output_aliases import add_output_aliases
 from .provenance import Provenance, StartMark, hidden_tensors, is_older, marking_older_objects, reaches_scripts
 from .recorder import RetraceAtDispatch
-from .recording import Recording, SourceRecord, ValueId, address_of, timed
+from .recording import Freed, Recording, SourceRecord, ValueId, address_of, timed
 from .rng import caller_generators
 from .scopes import boundary, callers, line_of, listening, outermost
 from .snapshot import ForwardState, RngState, Snapshot, restore_flags
@@ -351,8 +351,8 @@ def record_of(captured: Captured) -> Record:
 
 def holds_histories(captured: Captured) -> bool:
     """True if a value, or what the model returned, keeps the saved tensors of a backward pass alive."""
-    values = captured.recording.values
-    return any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values)
+    values: list[Any] = captured.recording.values
+    return any(type(value) is not Freed and value.grad_fn is not None for value in values)
 
 
 def _is_written_leaf(source: Any, value: torch.Tensor | None) -> bool:

@@ -23,7 +23,7 @@ from attrs import define, field
 from .._edit.select import SaveSpec
 from .._ir.memory import storage_of, version_of
 from .._ir.torch_private import storage_holders
-from .._ir.trees import leaves, without_originals
+from .._ir.trees import without_originals
 from .aliasing import Alias, AliasTracker, Storage
 from .dispatch import Rule
 from .output_aliases import template_references
@@ -32,7 +32,6 @@ from .recorder import AliasOrigin, RetraceAtDispatch
 from .recording import (
     CallRecord,
     Freed,
-    ModuleOutput,
     Recording,
     SourceRecord,
     ValueId,
@@ -42,7 +41,9 @@ from .recording import (
 from .scopes import addresses
 from .tracer import Tracer
 
-YOUNG_CHECKS = 4  # checks of a new tensor, one before each of the next calls
+PATIENCE = 1 << 20  # bytes of new values before it is asked which have died
+_Parameter = torch.nn.Parameter
+YOUNG_CHECKS = 4  # checks of a new tensor, one at each of the next times
 
 
 def memory_saving_tracer(spec: SaveSpec) -> Callable[[Recording, Provenance, StartMark, bool, str], Tracer]:
@@ -51,9 +52,8 @@ def memory_saving_tracer(spec: SaveSpec) -> Callable[[Recording, Provenance, Sta
 
 
 def stop_observing(recording: Recording) -> None:
-    """After the forward: plain lists again, so that nothing observes the recording or holds the tracer."""
-    recording.records, recording.values = list(recording.records), list(recording.values)
-    recording.scope_outputs = list(recording.scope_outputs)
+    """After the forward: a plain list of values again, so that nothing holds the tracer."""
+    recording.values = list(recording.values)
 
 
 class MemorySavingTracer(Tracer):
@@ -63,43 +63,22 @@ class MemorySavingTracer(Tracer):
         self, spec: SaveSpec, recording: Recording, origins: Provenance, date: StartMark, deep: bool, unknown: str
     ) -> None:
         super().__init__(recording, origins, date, deep, unknown)
-        self.guess = SaveGuess(spec, recording, addresses(origins.table))
-        self.dropper = ValueDropper(recording, self.memory, self.aliased, self.aliases)
-        recording.records = _ObservedList(self._on_record)
-        recording.scope_outputs = _ObservedList(self._on_module_output)
+        guess = SaveGuess(spec, recording, addresses(origins.table) if spec.keys else {})
+        self.dropper = ValueDropper(recording, self.memory, guess, self.in_trees, self.aliased, self.aliases)
         recording.values = _RecordedValues(self.dropper.rollback)
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
-        self.dropper.drop_unreferenced()
+        self.dropper.drop_when_due()
         return super()._fresh(rule, func, args, depth + 1)
 
     def _view(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
-        self.dropper.drop_unreferenced()
+        self.dropper.drop_when_due()
         return super()._view(rule, func, args, depth + 1)
 
     def read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
-        """Every operation besides `_fresh` begins here."""
-        self.dropper.drop_unreferenced()
+        """Every other operation begins here."""
+        self.dropper.drop_when_due()
         return super().read_all(args, kwargs)
-
-    def _on_record(self, record: CallRecord | SourceRecord) -> None:
-        is_wanted = self.guess.wants(record)
-        for _, handle in value_ids_with_paths(record.returns):
-            (self.dropper.keep if is_wanted else self.dropper.mark_unwanted)(handle)
-
-    def own_references(self, tensor: torch.Tensor) -> int:
-        """How many references to a tensor are those of the capture."""
-        return super().own_references(tensor) + (id(tensor) in self.dropper.watched)
-
-    def _on_module_output(self, output: ModuleOutput) -> None:
-        """A module returned: its output may be wanted by its address."""
-        self.recording.scope_outputs[-1] = (output[0], kept := without_originals(output[1]), *output[2:])
-        self.in_trees.subtract(template_references(output[1]))
-        self.in_trees.update(template_references(kept))
-        if self.guess.wants_output(output[0]):
-            for handle in leaves(output[1]):
-                if type(handle) is ValueId:
-                    self.dropper.keep(handle)
 
 
 class SaveGuess:
@@ -111,8 +90,6 @@ class SaveGuess:
         self.total = -1
         self.parameters: set[ValueId] = set()
         self.names: dict[Any, tuple[tuple[str, ...], int]] = {}  # by function and parameters
-        self.calls: Counter[int] = Counter()
-        self.counted_scopes = 0
 
     def wants(self, record: CallRecord | SourceRecord) -> bool:
         """True if the results of this record are to be kept. Those of no call always are."""
@@ -141,67 +118,99 @@ class SaveGuess:
         return (kind, number, f"{number}_{self.total}"), self.total
 
     def wants_output(self, number: int) -> bool:
+        """True if the output of a module call may be wanted by its address."""
         if not self.spec.keys:
             return False
-        for scope in self.recording.scopes[self.counted_scopes :]:
-            self.calls[id(scope.module)] += not scope.is_void
-        self.counted_scopes = len(self.recording.scopes)
         address = self.modules.get(id(self.recording.scopes[number].module), "")
         return bool(address) and self.spec.may_mean((address,))
-
-
-@define(eq=False)
-class WatchedTensor:
-    """A tensor of which no value is wanted."""
-
-    tensor: torch.Tensor
-    handles: list[ValueId]
 
 
 @define(eq=False)
 class ValueDropper:
     """Drops unwanted values whose tensors only the capture still references.
 
-    Most tensors die within a few calls, so a new one is checked before each of the next `YOUNG` calls; then it is old.
-    One pass over all old tensors costs `len(old)` checks; it runs once `skipped_checks`, which grows by `YOUNG` a call,
-    has reached that number. So checks cost at most about `2 * YOUNG` a call, however many tensors a model keeps alive.
+    Nothing is looked at before new values fill `PATIENCE` bytes: a model of small tensors pays nothing. Most tensors
+    die within a few calls, so a new one is checked `YOUNG_CHECKS` times; then it is old. One pass over all old tensors
+    costs `len(old)` checks; it runs once `skipped_checks`, which grows by `YOUNG_CHECKS` at a time, has reached that
+    number. So checks cost little, however many tensors a model keeps alive.
     """
 
     recording: Recording
     memory: AliasTracker
+    guess: SaveGuess
+    in_trees: Counter[int]
     aliased: set[int]
     aliases: dict[int, AliasOrigin]
-    watched: dict[int, WatchedTensor] = field(factory=dict)  # by id of the tensor
+    watched: dict[int, list[ValueId]] = field(factory=dict)  # by id of a tensor of which no value is wanted
     young: dict[int, int] = field(factory=dict)  # id -> checks so far
     old: dict[int, None] = field(factory=dict)
     skipped_checks: int = 0
+    new_bytes: int = 0  # of values[:counted] since the last look
+    counted: int = 0
+    records_seen: int = 0
+    outputs_seen: int = 0
 
-    def mark_unwanted(self, handle: ValueId) -> None:
+    def drop_when_due(self) -> None:
+        """Drops what has died, if new values fill enough memory by now."""
+        values = self.recording.values
+        for number in range(self.counted, len(values)):
+            value = _raw_value(values, number)
+            if type(value) is not _Parameter:  # which stays whatever happens
+                self.new_bytes += getattr(value, "nbytes", PATIENCE)
+        self.counted = len(values)
+        if self.new_bytes >= PATIENCE:
+            self.new_bytes = 0
+            self._look_at_new()
+            self._drop_unreferenced()
+
+    def _look_at_new(self) -> None:
+        """Notes which of the values that have come since the last look are wanted."""
+        records, outputs = self.recording.records, self.recording.scope_outputs
+        for record in records[self.records_seen :]:
+            note = self._keep if self.guess.wants(record) else self._watch
+            for _, handle in value_ids_with_paths(record.returns):
+                note(handle)
+        self.records_seen = len(records)
+        for number in range(self.outputs_seen, len(outputs)):
+            scope, tree, *facts = outputs[number]
+            if type(tree) is not ValueId:  # else it holds no container of the model's
+                outputs[number] = (scope, kept := without_originals(tree), *facts)
+                self.in_trees.subtract(template_references(tree))
+                self.in_trees.update(template_references(kept))
+            if self.guess.wants_output(scope):
+                for handle in value_ids_in(tree):
+                    self._keep(handle)
+        self.outputs_seen = len(outputs)
+
+    def _watch(self, handle: ValueId) -> None:
         self.recording.unwanted.add(handle)
-        tensor = _raw_value(self.recording.values, handle)
+        tensor: Any = _raw_value(self.recording.values, handle)
         if type(tensor) is Freed:
             return
         if id(tensor) not in self.watched:
-            self.watched[id(tensor)] = WatchedTensor(tensor, [])
+            self.watched[id(tensor)] = []
             self.young[id(tensor)] = 0
-        self.watched[id(tensor)].handles.append(handle)
+        self.watched[id(tensor)].append(handle)
 
-    def keep(self, handle: ValueId) -> None:
+    def _keep(self, handle: ValueId) -> None:
         self.recording.unwanted.discard(handle)
         self._unwatch(id(_raw_value(self.recording.values, handle)))
 
     def rollback(self, first: int) -> None:
         """The values from this number on were taken back."""
-        gone, spare = self.recording.freed, self.recording.unwanted
+        gone, spare, records = self.recording.freed, self.recording.unwanted, self.recording.records
         for handle in [handle for handle in gone if handle >= first]:
             del gone[handle]
         spare.difference_update([handle for handle in spare if handle >= first])
-        for number, watched in list(self.watched.items()):
-            watched.handles = [handle for handle in watched.handles if handle < first]
-            if not watched.handles:
+        for number, handles in list(self.watched.items()):
+            handles[:] = [handle for handle in handles if handle < first]
+            if not handles:
                 self._unwatch(number)
+        self.counted, self.records_seen = min(self.counted, first), min(self.records_seen, len(records))
+        while self.records_seen and max(value_ids_in(records[self.records_seen - 1].returns), default=-1) >= first:
+            self.records_seen -= 1
 
-    def drop_unreferenced(self) -> None:
+    def _drop_unreferenced(self) -> None:
         """Drops what only the capture references: checks every young tensor, and the old ones now and then."""
         for number, checks in list(self.young.items()):
             if self._drop_if_unreferenced(number):
@@ -223,26 +232,30 @@ class ValueDropper:
         self.old.pop(number, None)
 
     def _drop_if_unreferenced(self, number: int) -> bool:
-        """Drops a tensor unless something besides the capture references it; True if it was dropped."""
-        watched, known = self.watched[number], self.memory.live.get(number)
+        """Drops a tensor unless something besides the capture references it; True if it is no longer watched."""
+        values, known = self.recording.values, self.memory.live.get(number)
+        tensor: Any = known.tensor if isinstance(known, Alias) else None if known is None else _raw_value(values, known)
+        if id(tensor) != number:  # its values were copied before a write, and the tensor itself is gone
+            self._unwatch(number)
+            return True
         is_root = isinstance(known, Alias) and known.tensor is known.base.root
-        recorded = [handle for handle in watched.handles if _raw_value(self.recording.values, handle) is watched.tensor]
-        key = storage_of(watched.tensor) if self.memory.by_storage else None
-        is_listed = key is not None and self.memory.by_storage.get(key) is watched.tensor
+        recorded = [handle for handle in self.watched[number] if _raw_value(values, handle) is tensor]
+        key = storage_of(tensor) if self.memory.by_storage else None
+        is_listed = key is not None and self.memory.by_storage.get(key) is tensor
         own = (
-            _ALONE  # WatchedTensor.tensor, and the argument of getrefcount
+            _ALONE  # the local name, and the argument of getrefcount
             + len(recorded)  # recording.values, once for each handle
             + isinstance(known, Alias)  # Alias.tensor
             + is_root  # Storage.root
             + is_listed  # memory.by_storage
         )
-        if sys.getrefcount(watched.tensor) != own:
+        if sys.getrefcount(tensor) != own:
             return False
-        if (is_root or type(known) is ValueId) and _has_other_aliases(watched.tensor):
+        if (is_root or type(known) is ValueId) and _has_other_aliases(tensor):
             return False
         if isinstance(known, Alias) and is_root and not self._forget_base(known):
             return False
-        self._require_no_unseen_write(watched.tensor, known)
+        self._require_no_unseen_write(tensor, known)
         for handle in recorded:
             self.recording.free(handle)
         if key is not None and is_listed:
@@ -275,17 +288,6 @@ class ValueDropper:
             raise RetraceAtDispatch
 
 
-class _ObservedList(list[Any]):
-    """A list that reports each item appended."""
-
-    def __init__(self, on_append: Callable[[Any], None]) -> None:
-        self.on_append = on_append
-
-    def append(self, item: Any) -> None:
-        list.append(self, item)
-        self.on_append(item)
-
-
 class _RecordedValues(list[Any]):
     """The recorded values. Reading a dropped one retraces the model with all values kept."""
 
@@ -303,8 +305,7 @@ class _RecordedValues(list[Any]):
         self.rollback(index.start)
 
 
-def _raw_value(values: list[Any], handle: ValueId) -> Any:
-    return list.__getitem__(values, handle)
+_raw_value = list.__getitem__  # of the recorded values, also of one that was dropped
 
 
 def _has_other_aliases(tensor: torch.Tensor) -> bool:
@@ -326,11 +327,9 @@ def _storage_use_count(tensor: torch.Tensor) -> int:
 
 def _alone() -> tuple[int, int, int, int]:
     """The counts of a tensor, a Storage, its memory and a hidden base to which nothing else refers."""
-    watched = WatchedTensor(torch.empty(0), [])
-    root, view = torch.empty(0), torch.empty(2).view(2, 1)
+    tensor, root, view = torch.empty(0), torch.empty(0), torch.empty(2).view(2, 1)
     entry = Alias(root, Storage(root, ValueId(0), ValueId(0)), (), ValueId(0), 0)
-    tensor, base = sys.getrefcount(watched.tensor), sys.getrefcount(entry.base)
-    return tensor, base, _storage_use_count(root), _base_use_count(view)
+    return sys.getrefcount(tensor), sys.getrefcount(entry.base), _storage_use_count(root), _base_use_count(view)
 
 
 _ALONE, _BASE_ALONE, _STORAGE_ALONE, _HIDDEN = _alone()
