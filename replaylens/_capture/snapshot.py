@@ -22,7 +22,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from copy import copy
 from ctypes import string_at
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -443,8 +443,7 @@ class RngState:
 
     def __init__(self) -> None:
         self.torch = user_generator_state()
-        version, words, pending = random.getstate()
-        self.python = version, array("I", words), pending  # a tenth of the size of a tuple of 625 numbers
+        self.python = _python_state()
         numpy = sys.modules.get("numpy")
         self.numpy = numpy.random if numpy is not None else None
         self.state = self.numpy.get_state() if self.numpy is not None else None
@@ -452,9 +451,7 @@ class RngState:
 
     def moved(self) -> tuple[str, ...]:
         """The generators besides torch's that have drawn or were seeded since."""
-        version, words, pending = random.getstate()
-        python = (version, pending) != (self.python[0], self.python[2]) or array("I", words) != self.python[1]
-        return ("random",) * python + ("numpy",) * self._numpy_moved()
+        return ("random",) * (_python_state() != self.python) + ("numpy",) * self._numpy_moved()
 
     def _numpy_moved(self) -> bool:
         if self.numpy is None or self.state is None:
@@ -467,10 +464,31 @@ class RngState:
 
     def put_back(self) -> None:
         torch.default_generator.set_state(self.torch)
-        version, words, pending = self.python
-        random.setstate((version, tuple(words), pending))
+        words = array("I", self.python[0])
+        random.setstate((_VERSION, (*words[1:], words[0]), self.python[1]))
         if self.numpy is not None:
             self.numpy.set_state(self.state)
+
+
+def _python_state() -> tuple[bytes, Any]:
+    """The state of Python's global generator: its position and 624 numbers, and the second normal number."""
+    if _lies_as_expected():
+        return string_at(id(_PYTHONS) + object.__basicsize__, 625 * 4), _PYTHONS.gauss_next
+    _, words, pending = random.getstate()
+    return array("I", (words[-1], *words[:-1])).tobytes(), pending
+
+
+@cache
+def _lies_as_expected() -> bool:
+    """True if the memory of Python's global generator is its state: much faster to read than to ask for."""
+    if sys.implementation.name != "cpython" or type(_PYTHONS) is not random.Random:
+        return False
+    _, words, _ = _PYTHONS.getstate()
+    return array("I", (words[-1], *words[:-1])).tobytes() == string_at(id(_PYTHONS) + object.__basicsize__, 625 * 4)
+
+
+_PYTHONS: Any = getattr(random.getstate, "__self__", None)  # the generator behind Python's `random.random`
+_VERSION = random.getstate()[0]
 
 
 def _mersenne_state(numpy: Any) -> bytes | None:
