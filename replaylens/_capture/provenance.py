@@ -175,7 +175,8 @@ _WORKED_OUT = (
     "begun_by_module",
     "known_modules",
 )
-_parameters, _values = operator.attrgetter("_parameters"), operator.methodcaller("values")
+_parameters, _buffers, _modules = (operator.attrgetter(name) for name in ("_parameters", "_buffers", "_modules"))
+_keys, _values = operator.methodcaller("keys"), operator.methodcaller("values")
 
 
 class Provenance:
@@ -284,6 +285,17 @@ class Provenance:
         now = [*chain.from_iterable(map(_values, map(_parameters, self.modules)))]
         return len(now) == len(self.parameters_at_start) and all(map(operator.is_, now, self.parameters_at_start))
 
+    def same_buffers(self) -> bool:
+        """True if every module has the buffers that it had when the capture began, by the same names."""
+        held = [*map(_buffers, self.modules)]
+        now, first = [*chain.from_iterable(map(_values, held))], [h for _, _, h in self.begun]
+        then = [*chain.from_iterable(map(_values, first))]
+        return (
+            len(now) == len(then)
+            and all(map(operator.is_, now, then))
+            and [*chain.from_iterable(map(_keys, held))] == [*chain.from_iterable(first)]
+        )
+
     def parameters_elsewhere(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """The places that lost the parameter they had when the capture began, each with that parameter."""
         for module, _, _ in () if self.same_parameters() else self.table:
@@ -298,13 +310,11 @@ class Provenance:
             for _, key in _new(module, module._parameters, self.parameters_begun.get(id(module), {})):
                 yield module, key, cast(torch.Tensor, module._parameters[key])
 
-    def born(self, same: bool | None = None) -> Iterator[tuple[nn.Module, str]]:
-        """The places of parameters and buffers that were empty when the capture began. `same`: what `same_parameters`
-        gave, if that is known.
-        """
-        for module, _, _ in () if (self.same_parameters() if same is None else same) else self.table:
+    def born(self) -> Iterator[tuple[nn.Module, str]]:
+        """The places of parameters and buffers that were empty when the capture began."""
+        for module, _, _ in () if self.same_parameters() else self.table:
             yield from _new(module, module._parameters, self.parameters_begun.get(id(module), {}))
-        for module, _, _ in self.table:
+        for module, _, _ in () if self.same_buffers() else self.table:
             if buffers := module._buffers:
                 yield from _new(module, buffers, self.begun_by_module.get(id(module), {}))
 
@@ -340,7 +350,7 @@ class Provenance:
             if (now if type(now) is dict else dict(now)) != first:  # TorchScript's are no dicts
                 yield module
         begun = {id(module) for module, _, first in self.held.modules if first}
-        if len(begun) != sum([bool(module._modules) for module, _, _ in self.table]):
+        if len(begun) != sum(map(bool, map(_modules, self.modules))):
             yield from (module for module, _, _ in self.table if module._modules and id(module) not in begun)
 
     def was_there(self, tensor: torch.Tensor) -> bool:
@@ -355,8 +365,12 @@ class Provenance:
             vars(self).pop(name, None)
 
     def was_own(self, tensor: torch.Tensor) -> bool:
-        """True if this was a parameter or buffer when the capture began, or hangs on a module."""
-        return id(tensor) in self.started_at or id(tensor) in self.begun_by_id or self._hangs_on_a_module(tensor)
+        """True if this was a parameter or buffer when the capture began, or another attribute of a module, or lay in
+        one.
+        """
+        if id(tensor) in self.started_at or id(tensor) in self.begun_by_id:
+            return True
+        return any(_holds(value, tensor) for _, first in self.attributes_begun for value in first.values())
 
     def own_among(self, tensor: torch.Tensor) -> bool:
         """True if this is a parameter or buffer of the model now, or hangs on a module."""

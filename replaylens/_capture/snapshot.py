@@ -300,14 +300,22 @@ def _may_gain_items(kind: type) -> bool:
 
 
 def _is_plain_module(module: nn.Module) -> bool:
-    """True for a module of torch's own with no more attributes than others of its class."""
+    """True for a module of torch's own with no more attributes than others of its class. The first of a class that is
+    seen may have been given some: it is one of them only if none can hold a tensor.
+    """
     if not _is_of_torch(type(module)):  # type: ignore[arg-type]
         return False
     count = len(vars(module))
     fewest = _fewest_attributes.get(type(module))
+    if fewest is None and any(_may_hold_tensor(v) for k, v in vars(module).items() if k not in _MODULE_ATTRIBUTES):
+        return False
     if fewest is None or count < fewest:
         _fewest_attributes[type(module)] = count
     return fewest is None or count <= fewest
+
+
+def _may_hold_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or type(value) in _CONTAINERS
 
 
 _fewest_attributes: dict[type, int] = {}  # by class of torch: of any module seen

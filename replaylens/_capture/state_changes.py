@@ -14,6 +14,7 @@ gradients are refused.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator
 from itertools import takewhile
 from typing import Any
@@ -61,6 +62,8 @@ def _is_of_user_class(value: Any) -> bool:
 def _changed_attributes(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
     for module, first in snapshot.attributes:
         now = vars(module)
+        if all(map(operator.is_, map(now.get, first), first.values())) and _has_keys(now, first, snapshot.skipped):
+            continue
         for key in dict.fromkeys([*first, *now]):
             if key not in snapshot.skipped and not _is_same(first.get(key, _MISSING), now.get(key, _MISSING)):
                 yield module, key
@@ -75,6 +78,11 @@ def _changed_attributes(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
             holder = snapshot.owners.get(id(container), container)
             for module, first in snapshot.attributes:
                 yield from ((module, key) for key, value in first.items() if path_to(holder, value) is not None)
+
+
+def _has_keys(now: dict[str, Any], first: dict[str, Any], skipped: frozenset[str]) -> bool:
+    """True if a module has the same attributes as before, besides those skipped."""
+    return first.keys() <= now.keys() and now.keys() - first.keys() <= skipped
 
 
 def _is_same(old: Any, new: Any) -> bool:
@@ -288,7 +296,7 @@ def _is_recorded_write(recorder: Recorder, tensor: torch.Tensor, counter: int) -
 def record_changes(recorder: Recorder, snapshot: Snapshot) -> None:
     """Records which parameters, buffers and other tensors of the model have changed since the start."""
     recording, memory = recorder.recording, recorder.memory
-    same = recorder.origins.same_parameters()
+    same, same_buffers = recorder.origins.same_parameters(), recorder.origins.same_buffers()
     unwritten = same and not memory.written and not memory.has_detached
     sources = recorder.stateful if unwritten else [r for r in recording.records if isinstance(r, SourceRecord)]
     first_values: FirstValues = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
@@ -300,7 +308,7 @@ def record_changes(recorder: Recorder, snapshot: Snapshot) -> None:
                 _compare(recorder, source.where, source.tensor, now, first_values)
     if not unwritten:
         _compare_replaced_parameters(recorder, sources, first_values)
-    for module, _, buffers in recorder.origins.begun:
+    for module, _, buffers in () if unwritten and same_buffers else recorder.origins.begun:
         tensors = module._buffers
         for key, first in buffers.items():
             now = held_tensor(module, key) if key in tensors else None
@@ -308,13 +316,13 @@ def record_changes(recorder: Recorder, snapshot: Snapshot) -> None:
             if (now is not first or not unwritten) and (known is None or live.get(id(now)) != known):
                 _compare(recorder, (module, key), first, now, first_values)
     begun = recorder.origins.begun_by_module
-    for module, key, now in recorder.origins.buffers():
+    for module, key, now in () if same_buffers else recorder.origins.buffers():
         if key not in begun.get(id(module), ()):
             _compare(recorder, (module, key), None, now, first_values)
     if rearranged := list(recorder.origins.rearranged()):
         _compare_moved_modules(recorder)
     if recorder.leaves_changes:
-        made = (*recorder.origins.born(same), *_new_attributes(snapshot))
+        made = (*(() if same and same_buffers else recorder.origins.born()), *_new_attributes(snapshot))
         codes = forward_code(recording.model, recorder.origins.modules) if made else []
         recording.state.born.extend(
             where for where in made if not is_assigned_first(where[1], codes)
@@ -327,7 +335,8 @@ def _new_attributes(snapshot: Snapshot) -> Iterator[Where]:
     """Attributes of modules that are tensors now and were absent or None."""
     for module, first in snapshot.attributes:
         now = vars(module)
-        yield from ((module, key) for key in now if first.get(key) is None and type(now[key]) in PLAIN)
+        if not PLAIN.isdisjoint(map(type, now.values())):
+            yield from ((module, key) for key in now if first.get(key) is None and type(now[key]) in PLAIN)
 
 
 def _compare_replaced_parameters(recorder: Recorder, sources: list[SourceRecord], first_values: FirstValues) -> None:
