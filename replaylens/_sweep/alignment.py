@@ -33,10 +33,35 @@ Shape = tuple[int, ...]
 MAX_CANDIDATES = 80  # for one axis of what a call gives
 ENOUGH = 6  # times four numbers, or answers of yes and no, that differ from row to row
 MAX_TRIALS = 2 * ENOUGH  # at most
-MAX_EXTRA = 1_000_000  # numbers in a trial of more rows than any number among the arguments
+MAX_EXTRA = 1_000_000  # numbers in a trial of more rows than any number among the arguments ...
+MAX_FOR_PLACES = 16_000_000  # ... and than any that is the length of no axis, and so may count rows
+SPREAD = 1e4  # times the largest number among the arguments: how large rows are that must not matter
 SMALL = 16_384  # numbers: so few of them are kept for other proofs
 POOL = 4096  # numbers that are drawn at once for several proofs
 LARGE = 65_536  # numbers: what is larger, and changes nothing, is taken as it was recorded
+
+
+@frozen
+class Literals:
+    """The numbers among the arguments of a call, beyond which it may do something else than in a trial."""
+
+    largest: int = 0  # integer
+    largest_place: int = 0  # the largest integer that is the length of no axis of what the call reads and gives
+    spread: float = SPREAD
+
+    @staticmethod
+    def of(tree: Any, values: Sequence[Tensor]) -> Literals:
+        """Those in these arguments of a call that reads and gives these values."""
+        found = [abs(leaf) for leaf in leaves(tree) if type(leaf) in (int, float)]
+        counts = [number for number in found if type(number) is int]
+        lengths = {length for value in values for length in value.shape}
+        places = [number for number in counts if number not in lengths]
+        most = max([number for number in found if number < inf], default=0.0)
+        spread = min(SPREAD * 10 ** len(str(int(most))), 1e30)
+        return Literals(max(counts, default=0), max(places, default=0), spread)
+
+
+NO_LITERALS = Literals()
 
 
 @frozen
@@ -49,10 +74,16 @@ class Alignment:
 
 
 def candidates(
-    node: Call, name: str, reads: Sequence[Tensor], results: Sequence[Tensor], unread: Collection[int]
+    node: Call,
+    name: str,
+    reads: Sequence[Tensor],
+    results: Sequence[Tensor],
+    unread: Collection[int],
+    where: Sequence[int],
 ) -> tuple[Alignment, ...]:
     """Every alignment that the sizes allow, by the axes of the first result, the likeliest first. Empty if the call
-    draws, or content or the user's own code decides: a proof would say nothing.
+    draws, or content or the user's own code decides: a proof would say nothing. `where`: the number of the value at
+    each operand.
     """
     op = op_info(name)
     if (
@@ -75,6 +106,8 @@ def candidates(
     if op.has(Quirk.RECURRENT):  # their kernels compare no sizes, and read past the end: only one way may be tried
         return _along_batch(node, reads, len(results))
     plain = _fitting(tuple([value.shape for value in reads]), tuple([one.shape for one in results]), frozenset(unread))
+    if op.has(Quirk.ATTENTION):
+        return tuple([align for align in plain if _keeps_sequences(align, node, reads, where)])
     resizes = _resizes(reads, results, unread) if len(reads) == 1 or not node.is_dynamic else ""
     if not resizes:
         return plain
@@ -114,6 +147,14 @@ def _along_batch(node: Call, reads: Sequence[Tensor], outputs: int) -> tuple[Ali
         return ()
     operands = [None if value.dim() != 3 else 1 if number else batch for number, value in enumerate(reads)]
     return (Alignment(tuple(operands), (batch, *[1] * (outputs - 1))),)
+
+
+def _keeps_sequences(align: Alignment, node: Call, reads: Sequence[Tensor], where: Sequence[int]) -> bool:
+    """True if no rows lie along the sequence of keys and values: kernels do not compare their lengths, and read past
+    the end of the shorter.
+    """
+    pairs = where[1:3] if len(node.args) > 2 else where
+    return all(align.operands[number] != reads[number].dim() - 2 for number in pairs)
 
 
 @lru_cache(maxsize=4096)
@@ -184,7 +225,10 @@ def only_moves(align: Alignment, reads: Sequence[Tensor], call: Callable[[Sequen
         made = made.clamp(-100, 100)
     for odd in (None, nan, inf, -inf) if _is_real(value) else (None,):
         wide = (made if odd is None else torch.full_like(made, odd)).to(value.device, value.dtype)
-        result = call([*reads[:number], wide, *reads[number + 1 :]])
+        try:
+            result = call([*reads[:number], wide, *reads[number + 1 :]])
+        except Exception:  # it computes something, and not of these numbers
+            return False
         moved = wide.reshape(result.shape) if align.resizes == "reshape" else wide.expand(result.shape)
         if not torch.equal(result, moved) and not (moved.isnan().all() and result.isnan().all()):
             return False
@@ -199,19 +243,20 @@ RunRows = Callable[[Sequence[Tensor], int | None], list[Tensor]]  # on so many r
 
 
 def is_proved(
-    align: Alignment, reads: Sequence[Tensor], run: RunRows, largest_literal: int, is_pointwise: Callable[[], bool]
+    align: Alignment, reads: Sequence[Tensor], run: RunRows, literals: Literals, is_pointwise: Callable[[], bool]
 ) -> bool:
     """True if an alignment holds on other numbers. Trials go on until there is enough evidence: one is enough if
     many results differ from row to row. Where all rows come out alike, as of `x == 0`, torch's own tag decides.
-
-    `largest_literal`: the largest integer among the arguments.
     """
-    evidence = 0
+    evidence, integral = 0, all(value.is_cpu and not _is_real(value) for value in reads)
     for number in range(MAX_TRIALS):
         try:
-            weight = _trial(align, reads, run, largest_literal, number)
+            weight = _trial(align, reads, run, literals, number, integral)
         except Exception:  # whatever it is, the call does not take rows in this way
-            return False
+            if not integral:
+                return False
+            integral = False  # or some of the whole numbers are indices
+            continue
         if weight is None:
             return False
         evidence += weight
@@ -220,25 +265,32 @@ def is_proved(
     return evidence > 1 or is_pointwise()
 
 
-def _trial(align: Alignment, reads: Sequence[Tensor], run: RunRows, largest_literal: int, number: int) -> int | None:
+def _trial(
+    align: Alignment, reads: Sequence[Tensor], run: RunRows, literals: Literals, number: int, integral: bool
+) -> int | None:
     """Runs a few rows, the whole, and more rows than the whole has, in another order. None if any row comes out
     different; else how much evidence that is.
+
+    The few and the many hold rows that are not in the whole. A sum, a largest number and a softmax see one that is far
+    above all others, a smallest number sees one that is below: else `softmax` over two rows, or `max_pool1d`, would
+    pass for a function of each.
     """
     operands = list(zip(reads, align.operands, strict=True))
     pairs = [(value, axis) for value, axis in operands if axis is not None]
     count = pairs[0][0].shape[pairs[0][1]]
-    is_on_cpu = all(value.is_cpu for value in reads)
-    if not is_on_cpu and _may_miss(align, reads):
+    if not all(value.is_cpu for value in reads) and _may_miss(align, reads):
         return None
-    if largest_literal < count or (largest_literal + 2) * sum(value.numel() for value, _ in pairs) > MAX_EXTRA * count:
-        largest_literal = count
-    integral = is_on_cpu and not any(map(_is_real, reads))
+    length = (
+        count if align.resizes else _rows_beyond(literals, count, sum(value.numel() for value, _ in pairs) // count)
+    )
+    if length is None:
+        return None
     made = [
-        _trial_values(value, axis, largest_literal, number * 101 + place, integral)
+        _trial_values(value, axis, length, number * 101 + place, integral, literals.spread)
         for place, (value, axis) in enumerate(operands)
     ]
     few, whole, many = zip(*made, strict=True)
-    orders = _row_orders(count, largest_literal, reads[0].device)
+    orders = _row_orders(count, length, reads[0].device)
     some = run(few, orders.few.numel())
     if any(part.dim() <= axis for part, axis in zip(some, align.outputs, strict=True)):
         return None
@@ -252,6 +304,16 @@ def _trial(align: Alignment, reads: Sequence[Tensor], run: RunRows, largest_lite
         if evidence <= ENOUGH and not _are_alike(part.narrow(axis, 0, 1), part.narrow(axis, 1, 1)):
             evidence = max(evidence, 1, part.numel() // part.shape[axis] * known // 4 if _is_real(part) else 0)
     return evidence
+
+
+def _rows_beyond(literals: Literals, count: int, size: int) -> int | None:
+    """How many rows of this size reach beyond all numbers among the arguments, where these may count rows: what
+    `triu(x, -600)` does shows in no fewer. None if they would take too much memory.
+    """
+    if (literals.largest + 2) * size <= MAX_EXTRA:
+        return max(literals.largest, count)
+    fits = literals.largest_place < count or (literals.largest_place + 2) * size <= MAX_FOR_PLACES
+    return max(literals.largest_place, count) if fits else None
 
 
 def _are_rows_of(
@@ -268,19 +330,21 @@ def _are_rows_of(
 
 
 class _RowOrders(NamedTuple):
-    """Which rows the three runs of a trial take, of `count` rows and two others behind them."""
+    """Which rows the three runs of a trial take, of `count` rows and two others behind them: one with large numbers,
+    one with negative and zero ones.
+    """
 
-    few: Tensor  # one of the others, and a few
+    few: Tensor  # the large one, and a few
     whole: Tensor  # all but the others
-    many: Tensor  # both others, and more than `largest_literal`
+    many: Tensor  # both others, and `length` more
     known_few: Tensor  # without the others
     known_many: Tensor
 
 
 @lru_cache(maxsize=256)
-def _row_orders(count: int, largest_literal: int, device: torch.device) -> _RowOrders:
+def _row_orders(count: int, length: int, device: torch.device) -> _RowOrders:
     few = index_tensor([count, count - 1, 0] if count != 3 else [count, 0], device)  # never as many as there were
-    many = index_tensor([count + 1, count, *[row % count for row in reversed(range(largest_literal))]], device)
+    many = index_tensor([count + 1, count, *[row % count for row in reversed(range(length))]], device)
     return _RowOrders(few, index_tensor(range(count), device), many, few[1:], many[2:])
 
 
@@ -303,18 +367,17 @@ def _may_miss(align: Alignment, reads: Sequence[Tensor]) -> bool:
 
 
 def _trial_values(
-    value: Tensor, axis: int | None, largest_literal: int, seed: int, integral: bool
+    value: Tensor, axis: int | None, length: int, seed: int, integral: bool, spread: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers for one operand of a trial: a few rows, the whole, and more, as `_row_orders` says. Rows that are not
-    in the whole have other signs and sizes, and some are zero.
+    """Numbers for one operand of a trial: a few rows, the whole, and more, as `_row_orders` says.
 
     Operands without rows get made-up numbers, too: a convolution by zeros has rows along any axis, and another one of
     the same shapes has not.
     """
     if _is_real(value) and (axis is not None or value.numel() <= LARGE or not _is_varied(value)):
-        kept = value.numel() <= SMALL and (axis is None or largest_literal == value.shape[axis])
+        kept = value.numel() <= SMALL and (axis is None or length == value.shape[axis])
         make = _reals if kept else _reals.__wrapped__
-        return make(value.shape, value.dtype, value.device, axis, 0 if axis is None else largest_literal, seed)
+        return make(value.shape, value.dtype, value.device, axis, 0 if axis is None else length, seed, spread)
     if axis is None:
         return value, value, value
     generator, count = torch.Generator().manual_seed(seed), value.shape[axis]
@@ -322,12 +385,23 @@ def _trial_values(
     if value.dtype is torch.bool:  # some rows of one answer alone: for `any` and `all`
         ones = [length if number == axis else 1 for number, length in enumerate(shape)]
         often = torch.rand(ones, generator=generator) * 1.6 - 0.3
-        return _select_rows((torch.rand(shape, generator=generator) < often).to(value.device), axis, largest_literal)
-    flat = value.reshape(-1)  # indices may be no others than those that were there
-    made = flat[torch.randint(len(flat), shape, generator=generator).to(value.device)]
-    if integral and bool((flat == flat[0]).all()):
-        made = made + torch.randint(-1, 2, shape, generator=generator).to(value.dtype)
-    return _select_rows(made, axis, largest_literal)
+        return _select_rows((torch.rand(shape, generator=generator) < often).to(value.device), axis, length)
+    made = _indices(value.reshape(-1), shape, axis, generator, integral).to(value.device)
+    return _select_rows(made, axis, length)
+
+
+def _indices(flat: Tensor, shape: Sequence[int], axis: int, generator: torch.Generator, integral: bool) -> Tensor:
+    """Whole numbers, none but those that there were, since they may be indices; with `integral` also some beyond. The
+    rows at the end, which are not in the whole, have numbers that are in no other row.
+    """
+    known = flat.unique()
+    if integral:
+        known = torch.cat((known, known[:1] - 1, known[-1:] + 1))
+    known = known[torch.randperm(len(known), generator=generator)]
+    fewer = torch.randint((len(known) + 1) // 2, shape, generator=generator)
+    every = torch.randint(len(known), shape, generator=generator)
+    is_other = torch.arange(shape[axis]) >= shape[axis] - 2
+    return known[torch.where(is_other.view(-1, *[1] * (len(shape) - axis - 1)), every, fewer)]
 
 
 @lru_cache(maxsize=16)
@@ -337,7 +411,13 @@ def _pool(seed: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _reals(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, axis: int | None, largest_literal: int, seed: int
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    axis: int | None,
+    length: int,
+    seed: int,
+    spread: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     longer = shape if axis is None else (*shape[:axis], shape[axis] + 2, *shape[axis + 1 :])
     count = prod(longer)
@@ -346,13 +426,14 @@ def _reals(
     else:
         made = torch.rand(longer, generator=torch.Generator().manual_seed(seed)).add_(0.1)
     if axis is not None:
-        made.narrow(axis, shape[axis], 2).sub_(0.5).clamp_(min=0).mul_(-30)
+        made.narrow(axis, shape[axis], 1).mul_(spread)
+        made.narrow(axis, shape[axis] + 1, 1).sub_(0.5).clamp_(min=0).mul_(-spread)
     made = (torch.complex(made, made * made) if dtype.is_complex else made).to(device, dtype)
-    return (made, made, made) if axis is None else _select_rows(made, axis, largest_literal)
+    return (made, made, made) if axis is None else _select_rows(made, axis, length)
 
 
-def _select_rows(made: Tensor, axis: int, largest_literal: int) -> tuple[Tensor, Tensor, Tensor]:
-    few, whole, many, *_ = _row_orders(made.shape[axis] - 2, largest_literal, made.device)
+def _select_rows(made: Tensor, axis: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    few, whole, many, *_ = _row_orders(made.shape[axis] - 2, length, made.device)
     return made.index_select(axis, few), made.index_select(axis, whole), made.index_select(axis, many)
 
 

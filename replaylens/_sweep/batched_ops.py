@@ -19,13 +19,13 @@ from .._ir.ops import Quirk, op_info
 from .._ir.runtime import alias
 from .._ir.target import Target
 from .._ir.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
-from .._ir.trees import Branch, leaves
+from .._ir.trees import Branch
 from .._ir.util import cached_property
 from .._ir.write import Write, original_call
 from .._replay.compile import AS_RECORDED, caller
 from .._replay.guards import Departure
 from .._replay.interpreter import modes
-from .alignment import Alignment, candidates, close_across_batches, is_proved, only_moves
+from .alignment import NO_LITERALS, Alignment, Literals, candidates, close_across_batches, is_proved, only_moves
 from .sparse_rows import Delta, dense, on_common_pairs, rows_of, stacked
 
 Tensor = torch.Tensor
@@ -41,7 +41,7 @@ class CallSignature:
     name: str  # of the operation; empty where it is none of torch's own
     alignments: tuple[Alignment, ...]  # those that are not refuted
     unread: frozenset[int]  # the values of which only shape, dtype or device are read
-    largest_literal: int  # the largest number among the arguments
+    literals: Literals = NO_LITERALS
     proved: set[Alignment] = field(factory=set)
     vmaps: dict[Any, bool] = field(factory=dict)  # by which values vary; missing: not tried yet
     routes: dict[Any, Any] = field(factory=dict)  # how to run a step, by the forms of what it reads
@@ -120,7 +120,7 @@ class BatchedOp:
             return False
         with modes(_without_gradients(self.node.context)):
             run, is_pointwise = partial(self._run_rows, align), lambda: op_info(signature.name).is_pointwise
-            found = is_proved(align, self.recorded, run, signature.largest_literal, is_pointwise) and (
+            found = is_proved(align, self.recorded, run, signature.literals, is_pointwise) and (
                 not align.resizes or only_moves(align, self.recorded, self.call)
             )
         if found:
@@ -386,7 +386,7 @@ def _signature_of(
 ) -> CallSignature:
     """The signature of a call. `where`: the number of the value at each operand."""
     if node.draws is not None or node.through:
-        return CallSignature("", (), frozenset(), 0)
+        return CallSignature("", (), frozenset())
     met = iter(meanings)
     try:
         key = (
@@ -402,9 +402,8 @@ def _signature_of(
     if known is None:
         name = node.target.short.strip("_") if is_torch_op(node.target.name) else ""
         unread = _shape_only(name, where)
-        found = candidates(node, name, recorded, results, unread)
-        given = leaves((node.args, node.kwargs))
-        known = CallSignature(name, found, unread, max([abs(leaf) for leaf in given if type(leaf) is int], default=0))
+        found = candidates(node, name, recorded, results, unread, where)
+        known = CallSignature(name, found, unread, Literals.of((node.args, node.kwargs), (*recorded, *results)))
         if key is not None:
             if len(_SIGNATURES) > 20000:
                 _SIGNATURES.clear()
