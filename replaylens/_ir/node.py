@@ -162,20 +162,41 @@ class Source:
         return f"{self.file}:{self.line}"
 
 
-@frozen
+@frozen(eq=False)
 class Scope:
-    """One call of a module: `features.6:2` is the second call of the module at `features.6`."""
+    """One call of a module: `features.6:2` is the second call of the module at `features.6`. Scopes are equal if their
+    parents are, too. They may be nested deeper than Python's stack.
+    """
 
     address: str
     call: int
     kind: str
-    parent: Scope | None = None
+    parent: Scope | None = field(default=None, repr=False)
     source: Source | None = None
+
+    def __eq__(self, other: object) -> bool:
+        one: Scope | None = self
+        while one is not other:
+            if not (isinstance(one, Scope) and isinstance(other, Scope)) or one._own != other._own:
+                return False
+            one, other = one.parent, other.parent
+        return True
+
+    def __hash__(self) -> int:
+        return hash((self.address, self.call, self.parent._own if self.parent else None))
+
+    @property
+    def _own(self) -> tuple[Any, ...]:
+        return self.address, self.call, self.kind, self.source
 
     @property
     def stack(self) -> tuple[Scope, ...]:
         """The module calls that contain it, outermost first, itself last."""
-        return (*self.parent.stack, self) if self.parent else (self,)
+        found, scope = [self], self.parent
+        while scope is not None:
+            found.append(scope)
+            scope = scope.parent
+        return tuple(reversed(found))
 
     def __str__(self) -> str:
         return f"{self.address}:{self.call}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
+from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
@@ -85,30 +86,32 @@ def _modules(prog: ProgramMetadata, most: int) -> list[str]:
     below: dict[str, dict[str, None]] = {}
     for scope in calls.scopes.values():
         below.setdefault(scope.parent.address if scope.parent else "", {}).setdefault(scope.address)
-    rows: list[str] = []
-    _branch("", below, 2, rows, set())
+    rows = list(_tree(below))
     if not rows:
         return []
     cut = rows if len(rows) <= most else [*rows[: most - 1], f"        ... ({len(rows) - most + 1} more lines)"]
     return ["    Module hierarchy:", *cut]
 
 
-def _branch(parent: str, below: dict[str, dict[str, None]], depth: int, rows: list[str], seen: set[str]) -> None:
-    pad = "    " * depth
-    leaves: list[str] = []
-
-    def flush() -> None:
-        rows.extend(wrap(", ".join(leaves), WIDTH, initial_indent=pad, subsequent_indent=pad) if leaves else [])
-        leaves.clear()
-
-    for address in below.get(parent, {}):
-        if address in below and address not in seen:
-            flush()
-            rows.append(f"{pad}{address}:")
-            _branch(address, below, depth + 1, rows, seen | {address})
-        else:
+def _tree(below: dict[str, dict[str, None]]) -> Iterator[str]:
+    """The lines of the modules below `""`, each module's own indented below it. They may be nested deeply."""
+    path, leaves = {"": iter(below.get("", {}))}, list[str]()
+    while path:
+        pad, parent = "    " * (len(path) + 1), next(reversed(path))
+        inner = None
+        for address in path[parent]:
+            if address in below and address not in path:
+                inner = address
+                break
             leaves.append(address)
-    flush()
+        if leaves:
+            yield from wrap(", ".join(leaves), WIDTH, initial_indent=pad, subsequent_indent=pad)
+            leaves.clear()
+        if inner is None:
+            del path[parent]
+        else:
+            yield f"{pad}{inner}:"
+            path[inner] = iter(below[inner])
 
 
 def _layers(prog: ProgramMetadata, most: int) -> list[str]:

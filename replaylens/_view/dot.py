@@ -7,7 +7,7 @@ is on its own line of DOT, so that texts can be read and compared. Only renderin
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -44,25 +44,29 @@ class DotWriter:
             f"  graph {_listed({**theme.graph, 'rankdir': self.direction, 'label': _title(scene, theme)})}",
             f"  node {_listed(theme.glyph)}",
             f"  edge {_listed(theme.arrow)}",
-            *self._inside(scene, None, "  "),
+            *self._inside(scene),
             *(self._arrow(arrow, scene) for arrow in scene.arrows),
             "}",
         ]
         return "\n".join(rows) + "\n"
 
-    def _inside(self, scene: Scene, frame: str | None, indent: str) -> list[str]:
-        """The glyphs and frames in a frame, recursively."""
-        rows: list[str] = []
-        for item in scene.inside.get(frame, ()):
-            if isinstance(item, Glyph):
-                rows.append(f"{indent}{quoted(item.key)} {_listed(self._of_glyph(item, scene))}")
+    def _inside(self, scene: Scene) -> Iterator[str]:
+        """The glyphs and frames, each frame around what is in it. They may be nested deeply."""
+        stack = [iter(scene.inside.get(None, ()))]
+        while stack:
+            indent = "  " * len(stack)
+            item = next(stack[-1], None)
+            if item is None:
+                stack.pop()
+                if stack:
+                    yield indent[2:] + "}"
+            elif isinstance(item, Glyph):
+                yield f"{indent}{quoted(item.key)} {_listed(self._of_glyph(item, scene))}"
             else:
-                rows.append(f"{indent}subgraph {quoted('cluster_' + item.key)} {{")
+                yield f"{indent}subgraph {quoted('cluster_' + item.key)} {{"
                 of_frame = {**self.theme.frame, **attributes(self.theme.frame, self.theme.frames, item.roles)}
-                rows.append(f"{indent}  graph {_listed({**of_frame, 'label': _frame_label(item, scene, self.theme)})}")
-                rows += self._inside(scene, item.key, indent + "  ")
-                rows.append(f"{indent}}}")
-        return rows
+                yield f"{indent}  graph {_listed({**of_frame, 'label': _frame_label(item, scene, self.theme)})}"
+                stack.append(iter(scene.inside.get(item.key, ())))
 
     def _of_glyph(self, glyph: Glyph, scene: Scene) -> dict[str, str]:
         found = attributes(self.theme.glyph, self.theme.glyphs, glyph.roles)
