@@ -262,10 +262,11 @@ def _orphans(graph: Graph) -> Iterator[Finding]:
     """Check that exactly those nodes are orphans that neither derive from an input nor reach an output."""
     below = graph.descendants([node.name for node in graph.input_nodes])
     above = graph.ancestors([ref.node for ref in graph.wanted_refs])
+    accounted = graph.orphans | above | below
     for node in graph.nodes:
         if node.name in graph.orphans and node.name in above:
             yield finding_at(node, "is set aside as an orphan, and reaches an output")
         if node.name in graph.orphans and node.name in below and isinstance(node, Call):
             yield finding_at(node, "is set aside as an orphan, and comes from an input")
-        if isinstance(node, Call) and node.name not in graph.orphans | above | below:
+        if isinstance(node, Call) and node.name not in accounted:
             yield finding_at(node, "comes from no input and reaches no output, and is not set aside")
