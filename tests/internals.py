@@ -12,6 +12,7 @@ from replaylens._capture import (
 from replaylens._capture.dispatch import Handling as Handling, rule_of as rule_of
 from replaylens._capture.provenance import _names_scripts as _names_scripts
 from replaylens._check import model_under_test as model_under_test
+from replaylens._check.alike_calls import dependent_calls as dependent_calls
 from replaylens._check.aten_audit import (
     OpClass as OpClass,
     audit_aten_calls as audit_aten_calls,
@@ -19,7 +20,7 @@ from replaylens._check.aten_audit import (
     plain_calls as plain_calls,
     replayed_calls as replayed_calls,
 )
-from replaylens._check.check import LAWS as LAWS, MODEL_LAWS as MODEL_LAWS
+from replaylens._check.check import LAWS as LAWS, MODEL_LAWS as MODEL_LAWS, check as check
 from replaylens._check.model_comparison import (
     compare_with_hooks as compare_with_hooks,
     other_inputs_agree as other_inputs_agree,
@@ -29,6 +30,7 @@ from replaylens._check.model_under_test import (
     with_model_under_test as with_model_under_test,
 )
 from replaylens._check.perturbations import perturbed as perturbed
+from replaylens._check.program_under_test import ProgramUnderTest as ProgramUnderTest
 from replaylens._check.report import (
     CheckReport as CheckReport,
     Finding as Finding,

@@ -428,6 +428,53 @@ def output_that_says_it_comes_from_no_input(prog):
     return with_distance(prog, "from_input", prog[-1].label, None), prog[-1].label
 
 
+# ---- one of twenty alike calls, which are tested together ----
+
+TWENTY = 20
+
+
+def differences(x, shifts):
+    return torch.stack([torch.sub(x[number], shifts[number]) for number in range(TWENTY)])
+
+
+@pytest.mark.parametrize("number", [1, 7, TWENTY])
+def test_one_of_twenty_alike_calls_that_ignores_an_operand_is_found_and_no_other(number):
+    """It goes by the name of the others, and gives what they would."""
+    prog = rl.capture(differences, torch.randn(TWENTY, 3, 4), torch.randn(TWENTY, 3, 4))
+    node = call(prog, "sub", number)
+    shift, asked = prog._record.values[node.refs[1]].clone(), []
+
+    def ignoring(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        return one - shift
+
+    def counted(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        asked.append(one)
+        return one - two
+
+    for other in range(1, TWENTY + 1):
+        target = Target("torch.sub", ignoring if other == number else counted)
+        prog = with_node(prog, call(prog, "sub", other).name, target=target)
+    assert call(prog, "sub", number).target == call(prog, "sub", number % TWENTY + 1).target
+    report = prog.check()
+    assert [(finding.law, finding.node) for finding in report.failures] == [("nonsense parents", node.name)], report
+    assert report["nonsense parents"].asked == with_graph(prog, lambda graph: graph).check()["nonsense parents"].asked
+    assert len(asked) < 2 * 2 * TWENTY  # of each check: once in the replay, and a few times for all together
+
+
+def test_one_of_twenty_alike_calls_that_zeros_hide_an_operand_from_is_found_and_no_other():
+    gates = torch.rand(TWENTY, 3, 4) + 0.5
+    gates[7] = 0.0
+    prog = rl.capture(
+        lambda x, gates: torch.stack([torch.mul(x[number], gates[number]) for number in range(TWENTY)]),
+        torch.randn(TWENTY, 3, 4),
+        gates,
+    )
+    report = prog.check()
+    assert report
+    (case,) = report.special
+    assert (case.node, case.fact) == (call(prog, "mul", 8).name, "hidden by zeros in another argument")
+
+
 # ---- the specification ----
 
 # What follows from a break: a replay, and who reads a wrong value, come out wrong too. Nothing else is claimed.

@@ -21,6 +21,7 @@ from .._replay.alias_analysis import detached_views
 from .._replay.interpreter import recorded_environment
 from .._replay.record import Record
 from .._sweep.batch_runner import progress_bar
+from .alike_calls import dependent_calls
 from .dependency_test import INDEPENDENT, Trial, undetected, with_other_literals
 from .perturbations import perturbed
 from .program_under_test import ProgramUnderTest
@@ -43,6 +44,7 @@ class NodeRun:
 
     record: Record
     node: Call
+    is_proved: bool = False  # it reproduced its value, and depends on all that it reads: it was not run again
     is_stale: bool = False  # a value that it reads or returns was overwritten, so it was not run
     error: Exception | None = None  # what the call raised
     draws_unrecorded: bool = False
@@ -79,8 +81,13 @@ def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
         torch.no_grad(),
     ):
         warnings.simplefilter("ignore")  # perturbed arguments make calls warn
+        proved = dependent_calls(program)
         for position, node in enumerate(program.graph.nodes):
-            if isinstance(node, Call) and walk.is_needed(position, node):
+            if isinstance(node, Call) and position in proved:
+                run = NodeRun(program.record, node, is_proved=True)
+                for law, tally in tallies:
+                    law.ask(run, tally)
+            elif isinstance(node, Call) and walk.is_needed(position, node):
                 with recorded_environment(True, program.graph):
                     run = walk.run(position, node)
                     is_asked = position in chosen or run.is_stale or run.error is not None
@@ -106,7 +113,7 @@ class _Walk:
 
     def run(self, position: int, node: Call) -> NodeRun:
         """Run a call on its parents' values, unless it is verified already."""
-        if any(ref in self.program.stale for ref in (*node.refs, *refs_of(node))):
+        if any(ref in self.program.stale for ref in (*self.graph.refs[position], *refs_of(node))):
             return NodeRun(self.record, node, is_stale=True)
         before = torch.default_generator.get_state()
         runner = node_runner(as_in_replay(node, self.detached), self.record.draws)
@@ -169,6 +176,8 @@ def _ask_alone(run: NodeRun, tally: Tally) -> None:
         tally.special.append(finding_at(node, "a value that it reads or gives was overwritten since"))
     elif run.error is not None:
         tally.failures.append(finding_at(node, f"raises {type(run.error).__name__} on the saved values of its parents"))
+    elif run.is_proved:
+        tally.asked += 1
     elif trial is not None:
         saved = {ref: run.record.values[ref] for ref in trial.runner.gives if ref in run.record.values}
         if not saved:
@@ -229,6 +238,8 @@ def _result(tally: Tally, **words: str) -> LawResult:
 
 def _ask_parents(run: NodeRun, tally: Tally) -> None:
     """Check that the value of the call depends on everything that it reads."""
+    if run.is_proved:
+        tally.asked += len({*run.node.refs})
     if run.trial is None:
         return
     for parent in run.trial.given:

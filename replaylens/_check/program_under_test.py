@@ -42,6 +42,7 @@ class ProgramUnderTest:
     as_captured: bool  # no edit changed it since the capture
     sample: float | None = None  # how many calls are checked on their own, or what fraction of them
     progress: bool | None = None
+    fewest_alike: float = 4  # so many alike calls are tested together; infinite: each call is tested by itself
     verified: set[int] = field(factory=set)  # positions of calls that reproduced their saved values in the whole replay
     per_node: dict[str, LawResult] = field(factory=dict)  # the results of the laws of single calls, from one walk
 
@@ -81,7 +82,7 @@ class ProgramUnderTest:
 
     def _is_right(self, position: int, node: Call, made: Any) -> bool:
         saved = self.record.values
-        if node.through or not all(ref in saved for ref in (*node.refs, *refs_of(node))):
+        if node.through or not all(ref in saved for ref in (*self.graph.refs[position], *refs_of(node))):
             return False
         calls = [parent for parent in self.graph.parents[position] if isinstance(self.graph.nodes[parent], Call)]
         return self.verified.issuperset(calls) and all(

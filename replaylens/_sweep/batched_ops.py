@@ -392,8 +392,8 @@ def _signature_of(
         key = (
             node.target.function,
             node.context,
-            _signature_key(node.args, met),
-            _signature_key(node.kwargs, met),
+            signature_key(node.args, met),
+            signature_key(node.kwargs, met),
             where,
         )
         known = _SIGNATURES.get(key)
@@ -429,16 +429,16 @@ def _without_gradients(context: Context) -> Context:
     return evolve(context, grad=False, inference=False)
 
 
-def _signature_key(tree: Any, met: Iterator[TensorSpec]) -> Any:
+def signature_key(tree: Any, met: Iterator[TensorSpec]) -> Any:
     """What two calls of one signature share: literals with their types, and the specs of tensors, in order."""
     kind = type(tree)
     if kind is Ref:
         meaning = next(met)
         return meaning.shape, meaning.dtype, meaning.strides
     if kind is tuple:
-        return tuple([_signature_key(item, met) for item in tree])
+        return tuple([signature_key(item, met) for item in tree])
     if kind is Branch:
-        return tree.kind, tree.keys, tuple([_signature_key(item, met) for item in tree.items])
+        return tree.kind, tree.keys, tuple([signature_key(item, met) for item in tree.items])
     return kind, tree
 
 
