@@ -53,13 +53,15 @@ def test_every_model_of_the_zoo_holds(name):
     assert wrong_metadata(prog) == []
 
 
-def under_test(prog, fewest_alike):
-    return ProgramUnderTest(prog._record, prog.output, prog.history == ("captured",), fewest_alike=fewest_alike)
+def under_test(prog, fewest):
+    """The program as it is checked if so many alike calls, or operands of one call, are tested together."""
+    as_captured = prog.history == ("captured",)
+    return ProgramUnderTest(prog._record, prog.output, as_captured, fewest_alike=fewest, many_operands=fewest)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_alike_calls_are_reported_together_as_one_by_one(name):
-    """With one call already a batch, every call that may be tested under vmap is."""
+def test_what_is_tested_together_is_reported_as_one_by_one(name):
+    """From one on: all calls that can be are tested under vmap, and all operands by marked numbers."""
     prog = captured(name)
     alone = check_program(under_test(prog, float("inf")))
     assert check_program(under_test(prog, 1)) == alone

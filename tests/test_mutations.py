@@ -475,6 +475,27 @@ def test_one_of_twenty_alike_calls_that_zeros_hide_an_operand_from_is_found_and_
     assert (case.node, case.fact) == (call(prog, "mul", 8).name, "hidden by zeros in another argument")
 
 
+def test_one_of_twenty_operands_that_a_call_ignores_is_found_and_no_other():
+    prog = rl.capture(lambda x: torch.stack([x[number].exp() for number in range(TWENTY)]), torch.randn(TWENTY, 3))
+    node = call(prog, "stack")
+    ignored, asked = node.refs[7], []
+    kept = prog._record.values[ignored].clone()
+
+    def whole(parts: list[torch.Tensor]) -> torch.Tensor:
+        asked.append(parts)
+        return torch.stack(parts)
+
+    def ignoring(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([*parts[:7], kept, *parts[8:]])
+
+    assert with_node(prog, node.name, target=Target.of(whole)).check()
+    assert len(asked) == 3  # once in the replay, and twice for all operands together
+    report = with_node(prog, node.name, target=Target.of(ignoring)).check()
+    (failure,) = report.failures
+    assert (failure.law, failure.node, failure.parent) == ("nonsense parents", node.name, str(ignored))
+    assert report["nonsense parents"].asked == prog.check()["nonsense parents"].asked
+
+
 # ---- the specification ----
 
 # What follows from a break: a replay, and who reads a wrong value, come out wrong too. Nothing else is claimed.

@@ -17,12 +17,13 @@ from .._edit.lower import may_vary
 from .._ir.equality import difference, same
 from .._ir.graph import Graph
 from .._ir.node import Call, Ref, State, identifier, refs_of
-from .._replay.alias_analysis import detached_views
+from .._replay.alias_analysis import NO_REFS, detached_views
 from .._replay.interpreter import recorded_environment
 from .._replay.record import Record
 from .._sweep.batch_runner import progress_bar
 from .alike_calls import dependent_calls
 from .dependency_test import INDEPENDENT, Trial, undetected, with_other_literals
+from .many_operands import moved_operands
 from .perturbations import perturbed
 from .program_under_test import ProgramUnderTest
 from .report import Finding, LawResult, finding_at
@@ -48,6 +49,7 @@ class NodeRun:
     is_stale: bool = False  # a value that it reads or returns was overwritten, so it was not run
     error: Exception | None = None  # what the call raised
     draws_unrecorded: bool = False
+    moved: frozenset[Ref] = NO_REFS  # of its arguments, those whose numbers are proved to come out of it
     trial: Trial | None = None  # the call, its arguments and its value; None if nothing further can be tried
 
 
@@ -125,7 +127,9 @@ class _Walk:
         self.values.keep(position, value)
         if node.draws is None and not torch.equal(before, torch.default_generator.get_state()):
             return NodeRun(self.record, node, draws_unrecorded=True)
-        return NodeRun(self.record, node, trial=Trial(runner, given, value, self.record.draws))
+        trial = Trial(runner, given, value, self.record.draws)
+        moved = moved_operands(trial) if len(given) >= self.program.many_operands else NO_REFS
+        return NodeRun(self.record, node, moved=moved, trial=trial)
 
     def _value(self, runner: NodeRunner, given: dict[Ref, Any]) -> dict[Ref, Any] | Exception:
         """The value of a call on its parents' values, or what it raised.
@@ -244,6 +248,8 @@ def _ask_parents(run: NodeRun, tally: Tally) -> None:
         return
     for parent in run.trial.given:
         tally.asked += 1
+        if parent in run.moved:
+            continue
         is_read = parent in run.trial.runner.reads
         trial = run.trial if is_read else evolve(run.trial, runner=node_runner(run.node, run.record.draws))
         if (why := undetected(trial, parent)) is not None:

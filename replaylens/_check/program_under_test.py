@@ -42,7 +42,8 @@ class ProgramUnderTest:
     as_captured: bool  # no edit changed it since the capture
     sample: float | None = None  # how many calls are checked on their own, or what fraction of them
     progress: bool | None = None
-    fewest_alike: float = 4  # so many alike calls are tested together; infinite: each call is tested by itself
+    fewest_alike: float = 4  # from so many on, alike calls are tested together; infinite: each by itself
+    many_operands: float = 16  # from so many on, the operands of one call are tested together; infinite: each by itself
     verified: set[int] = field(factory=set)  # positions of calls that reproduced their saved values in the whole replay
     per_node: dict[str, LawResult] = field(factory=dict)  # the results of the laws of single calls, from one walk
 
