@@ -24,7 +24,7 @@ from .._sweep.batch_runner import progress_bar
 from .alike_calls import dependent_calls
 from .dependency_test import INDEPENDENT, Trial, undetected, with_other_literals
 from .many_operands import moved_operands
-from .perturbations import perturbed
+from .perturbations import perturbed, shared_nonsense
 from .program_under_test import ProgramUnderTest
 from .report import Finding, LawResult, finding_at
 from .run_node import NodeRunner, WalkValues, as_in_replay, node_runner, spread_of_repetitions, with_other_draw
@@ -107,6 +107,7 @@ class _Walk:
     def __init__(self, program: ProgramUnderTest) -> None:
         self.program, self.record, self.graph = program, program.record, program.graph
         self.values = WalkValues(self.record)
+        self.nonsense = shared_nonsense(self.record.values.values())
         self.detached = detached_views(self.graph, ())  # by write: the views that an edit took off its storage
 
     def is_needed(self, position: int, node: Call) -> bool:

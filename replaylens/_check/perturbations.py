@@ -2,7 +2,8 @@
 
 In: a tensor. Out: replacements, those most likely to be noticed first. Random content repeats a small pool of numbers,
 because fresh random numbers for the weights of a large model cost more than its forward pass; a large tensor is first
-replaced by its own numbers in another order, a view that costs nothing. The global generators are not touched.
+replaced by a view that costs nothing: of nonsense that all tensors of a check share, or, where that is too short, of
+its own numbers in another order. The global generators are not touched.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from math import prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from .._ir.torch_private import quantized_per_channel, quantized_per_tensor
 
-_LARGE = 2**18  # elements from which on a reordered view is tried first
+_LARGE = 2**18  # elements from which on a view is tried first
+_MOST_SHARED = 2**22  # elements of shared nonsense
 _POOL = 65521  # a prime, so that the repeated pool does not align with the rows of a tensor
 _RANGE_SAMPLE = 4096  # elements that the range of a large tensor is estimated from
 
@@ -55,8 +58,8 @@ def _unflagged(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
 
 
 def _dense(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
-    if value.numel() >= _LARGE and (reordered := _reordered(value)) is not None:
-        yield reordered
+    if value.numel() >= _LARGE:
+        yield from _views(value)
     if value.dtype == torch.bool:
         yield from (_bools(value, 0), ~value, _rolled(value), torch.ones_like(value), torch.zeros_like(value))
         yield _one_flipped(value)  # for calls that accept no more trues than there are elements for them
@@ -64,6 +67,33 @@ def _dense(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
         yield from _numbers(value)
     else:
         yield from _integers(value, wide)
+
+
+_nonsense: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
+
+
+def shared_nonsense(values: Iterable[Any]) -> torch.Tensor | None:
+    """Nonsense for all large tensors among these values, as far as it goes. It is shared as long as it is held."""
+    size = max([value.numel() for value in values if _can_share(value)], default=0)
+    made = _repeated(_pool(0), torch.empty(size), torch.float32) if size else None
+    if made is not None:
+        _nonsense["cpu"] = made
+    return made
+
+
+def _can_share(value: Any) -> bool:
+    """True for large tensors that kernels would copy if they were reordered; matrix products read any order."""
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+    return is_dense and value.dtype == torch.float32 and value.dim() > 2 and _LARGE <= value.numel() <= _MOST_SHARED
+
+
+def _views(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Other content for a large tensor in no memory of its own."""
+    shared = _nonsense.get(str(value.device)) if _can_share(value) and _is_dense(value) else None
+    if shared is not None and value.numel() <= shared.numel():
+        yield shared.as_strided(value.shape, value.stride())
+    elif (reordered := _reordered(value)) is not None:
+        yield reordered
 
 
 def _numbers(value: torch.Tensor) -> Iterator[torch.Tensor]:
