@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from math import prod
+from math import isfinite, prod
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -242,17 +242,25 @@ def _reordered(value: torch.Tensor) -> torch.Tensor | None:
 def _range(value: torch.Tensor) -> tuple[float, float]:
     """The least and the greatest finite element; of large tensors an estimate from a sample."""
     flat = value.detach()
-    flat = flat[tuple([slice(0, 1) if step == 0 else slice(None) for step in flat.stride()])]
+    if 0 in flat.stride():
+        flat = flat[tuple([slice(0, 1) if step == 0 else slice(None) for step in flat.stride()])]
     most = _RANGE_SAMPLE if value.dtype.is_floating_point or value.dtype.is_complex else 2**22
     if flat.numel() > most and flat.is_contiguous():
         flat = flat.view(-1)[:: flat.numel() // most]
     if flat.is_complex():
         flat = torch.view_as_real(flat)
-    numbers = flat.to(torch.float64) if flat.is_floating_point() else flat.to(torch.int64)
-    if numbers.is_floating_point():
-        numbers = numbers[numbers.isfinite()]
-    if not numbers.numel():
-        return -1.0, 1.0
+    if not flat.is_floating_point():
+        flat = flat.to(torch.int64)
+    elif flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.to(torch.float64)
+    ends = _ends(flat)
+    if not all(map(isfinite, ends)):
+        flat = flat[flat.isfinite()]
+        ends = _ends(flat) if flat.numel() else (-1.0, 1.0)
+    return ends
+
+
+def _ends(numbers: torch.Tensor) -> tuple[float, float]:
     low, high = numbers.aminmax()
     return low.item(), high.item()
 
