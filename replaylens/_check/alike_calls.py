@@ -10,7 +10,7 @@ recorded values, on the perturbed ones clearly other values. So what torch does 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,7 +19,7 @@ from attrs import frozen
 from torch import Tensor
 
 from .._ir.equality import BATCHED, BATCHED_NARROW
-from .._ir.node import Call, Ref, TensorSpec, refs_of, specs_of
+from .._ir.node import Call, Ref, refs_of
 from .._ir.ops import Quirk, op_info
 from .._replay.interpreter import recorded_environment
 from .._replay.record import Record
@@ -38,11 +38,13 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def dependent_calls(program: ProgramUnderTest) -> frozenset[int]:
     """The positions of calls that are proved to depend on all that they read; the whole replay has verified each."""
     graph, record = program.graph, program.record
-    specs = {ref: spec for node in graph.nodes for ref, spec in specs_of(node).items()}
     groups: dict[Any, list[Call]] = {}
     for position in sorted(program.chosen & program.verified):
         node = graph.nodes[position]
-        if type(node) is Call and (key := _likeness(node, graph.refs[position], record, specs)) is not None:
+        if (
+            type(node) is Call
+            and (key := _likeness(node, graph.refs[position], graph.gives[position], record)) is not None
+        ):
             groups.setdefault(key, []).append(node)
     found: list[Call] = []
     with recorded_environment(True, graph):
@@ -52,20 +54,19 @@ def dependent_calls(program: ProgramUnderTest) -> frozenset[int]:
     return frozenset([graph.positions[node.name] for node in found])
 
 
-def _likeness(node: Call, reads: tuple[Ref, ...], record: Record, specs: Mapping[Ref, TensorSpec]) -> Any:
+def _likeness(node: Call, reads: tuple[Ref, ...], gives: tuple[Ref, ...], record: Record) -> Any:
     """What alike calls have in common; None if the call is to be tested by itself."""
     if node.draws is not None or node.is_dynamic or node.through or node.edits is not None:
         return None
     if not is_torch_op(node.target.name) or op_info(node.target).has(Quirk.WRONG_UNDER_VMAP):
         return None
-    gives = refs_of(node)
     values = [record.values[ref] for ref in (*reads, *gives)]
     if not (reads and gives and all(map(_is_plain, values)) and sum([one.numel() for one in values]) <= _LARGEST):
         return None
     if not all(one.dtype in _FLOATS for one in values[: len(reads)]):
         return None
     places = {ref: number for number, ref in enumerate(dict.fromkeys(reads))}
-    literals = signature_key((node.args, node.kwargs), iter([specs[ref] for ref in reads]))
+    literals = signature_key((node.args, node.kwargs), iter([(one.shape, one.dtype, one.stride()) for one in values]))
     key = node.target.function, node.context, literals, tuple([places[ref] for ref in reads]), node.spec
     try:
         hash(key)

@@ -16,7 +16,7 @@ from attrs import define, evolve, field, frozen
 from .._edit.lower import may_vary
 from .._ir.equality import difference, same
 from .._ir.graph import Graph
-from .._ir.node import Call, Ref, State, identifier, refs_of
+from .._ir.node import Call, Ref, State, identifier
 from .._replay.alias_analysis import NO_REFS, detached_views
 from .._replay.interpreter import recorded_environment
 from .._replay.record import Record
@@ -89,7 +89,7 @@ def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
                 run = NodeRun(program.record, node, is_proved=True)
                 for law, tally in tallies:
                     law.ask(run, tally)
-            elif isinstance(node, Call) and walk.is_needed(position, node):
+            elif isinstance(node, Call) and walk.is_needed(position):
                 with recorded_environment(True, program.graph):
                     run = walk.run(position, node)
                     is_asked = position in chosen or run.is_stale or run.error is not None
@@ -110,13 +110,15 @@ class _Walk:
         self.nonsense = shared_nonsense(self.record.values.values())
         self.detached = detached_views(self.graph, ())  # by write: the views that an edit took off its storage
 
-    def is_needed(self, position: int, node: Call) -> bool:
+    def is_needed(self, position: int) -> bool:
         """True if the call is to be checked, or a value of it was not kept and must be recomputed."""
-        return position in self.program.chosen or any(ref not in self.record.values for ref in refs_of(node))
+        return position in self.program.chosen or any(
+            ref not in self.record.values for ref in self.graph.gives[position]
+        )
 
     def run(self, position: int, node: Call) -> NodeRun:
         """Run a call on its parents' values, unless it is verified already."""
-        if any(ref in self.program.stale for ref in (*self.graph.refs[position], *refs_of(node))):
+        if any(ref in self.program.stale for ref in (*self.graph.refs[position], *self.graph.gives[position])):
             return NodeRun(self.record, node, is_stale=True)
         before = torch.default_generator.get_state()
         runner = node_runner(as_in_replay(node, self.detached), self.record.draws)

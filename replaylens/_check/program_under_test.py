@@ -19,7 +19,7 @@ from attrs import evolve, field, frozen
 
 from .._ir.equality import difference, same, tensor_kind
 from .._ir.graph import Graph
-from .._ir.node import Call, Input, Ref, State, refs_in, refs_of, specs_of
+from .._ir.node import Call, Input, Ref, State, refs_in, specs_of
 from .._ir.printer import expression
 from .._ir.trees import Branch, freeze_deep, leaves, map_leaves, part_at
 from .._ir.util import cached_property, notes_of
@@ -83,12 +83,11 @@ class ProgramUnderTest:
 
     def _is_right(self, position: int, node: Call, made: Any) -> bool:
         saved = self.record.values
-        if node.through or not all(ref in saved for ref in (*self.graph.refs[position], *refs_of(node))):
+        gives = self.graph.gives[position]
+        if node.through or not all(ref in saved for ref in (*self.graph.refs[position], *gives)):
             return False
         calls = [parent for parent in self.graph.parents[position] if isinstance(self.graph.nodes[parent], Call)]
-        return self.verified.issuperset(calls) and all(
-            same(part_at(made, ref.path), saved[ref]) for ref in refs_of(node)
-        )
+        return self.verified.issuperset(calls) and all(same(part_at(made, ref.path), saved[ref]) for ref in gives)
 
 
 def whole_replay(program: ProgramUnderTest) -> LawResult:
@@ -227,7 +226,7 @@ def is_well_formed(program: ProgramUnderTest) -> LawResult:
 
 def _dangling(graph: Graph) -> Iterator[Finding]:
     """Find references to missing nodes in the inputs, outputs, state changes and orphans."""
-    given = {ref for node in graph.nodes for ref in (*refs_of(node), Ref(node.name))}
+    given = {ref for refs in graph.gives for ref in refs}.union([Ref(node.name) for node in graph.calls])
     places: list[tuple[str, Any]] = [("the inputs", graph.inputs), ("the output", graph.output)]
     places += [(f"the output of module {scope}", tree) for scope, tree in graph.module_outputs]
     places += [(f"the new value of `{address}`", ref) for address, ref in graph.changes]

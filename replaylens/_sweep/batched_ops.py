@@ -387,7 +387,7 @@ def _signature_of(
     """The signature of a call. `where`: the number of the value at each operand."""
     if node.draws is not None or node.through:
         return CallSignature("", (), frozenset(), 0)
-    met = iter(meanings)
+    met = iter([(meaning.shape, meaning.dtype, meaning.strides) for meaning in meanings])
     try:
         key = (
             node.target.function,
@@ -429,12 +429,11 @@ def _without_gradients(context: Context) -> Context:
     return evolve(context, grad=False, inference=False)
 
 
-def signature_key(tree: Any, met: Iterator[TensorSpec]) -> Any:
-    """What two calls of one signature share: literals with their types, and the specs of tensors, in order."""
+def signature_key(tree: Any, met: Iterator[Any]) -> Any:
+    """What two calls of one signature share: literals with their types, and what `met` says of tensors, in order."""
     kind = type(tree)
     if kind is Ref:
-        meaning = next(met)
-        return meaning.shape, meaning.dtype, meaning.strides
+        return next(met)
     if kind is tuple:
         return tuple([signature_key(item, met) for item in tree])
     if kind is Branch:
