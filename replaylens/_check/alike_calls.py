@@ -19,7 +19,7 @@ from attrs import frozen
 from torch import Tensor
 
 from .._ir.equality import BATCHED, BATCHED_NARROW
-from .._ir.node import Call, Ref, refs_of
+from .._ir.node import Call, Ref
 from .._ir.ops import Quirk, op_info
 from .._replay.interpreter import recorded_environment
 from .._replay.record import Record
@@ -38,20 +38,17 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def dependent_calls(program: ProgramUnderTest) -> frozenset[int]:
     """The positions of calls that are proved to depend on all that they read; the whole replay has verified each."""
     graph, record = program.graph, program.record
-    groups: dict[Any, list[Call]] = {}
+    groups: dict[Any, list[int]] = {}
     for position in sorted(program.chosen & program.verified):
         node = graph.nodes[position]
         if (
             type(node) is Call
             and (key := _likeness(node, graph.refs[position], graph.gives[position], record)) is not None
         ):
-            groups.setdefault(key, []).append(node)
-    found: list[Call] = []
+            groups.setdefault(key, []).append(position)
     with recorded_environment(True, graph):
-        for calls in groups.values():
-            for batch in _batches(calls, record, program.fewest_alike):
-                found.extend(_proved(batch, record))
-    return frozenset([graph.positions[node.name] for node in found])
+        batches = [batch for group in groups.values() for batch in _batches(group, program)]
+        return frozenset([position for batch in batches for position in _proved(batch, record)])
 
 
 def _likeness(node: Call, reads: tuple[Ref, ...], gives: tuple[Ref, ...], record: Record) -> Any:
@@ -80,21 +77,28 @@ def _is_plain(value: Any) -> bool:
     return is_dense and not value.is_nested and not value.is_meta and not value.is_complex() and value.numel() > 0
 
 
-def _batches(calls: list[Call], record: Record, fewest: float) -> Iterator[list[Call]]:
-    """The calls in batches that are neither too small to pay nor too large for memory."""
-    first = calls[0]
-    elements = sum(record.values[ref].numel() for ref in dict.fromkeys((*first.refs, *refs_of(first))))
+def _batches(alike: list[int], program: ProgramUnderTest) -> Iterator[list[int]]:
+    """These calls in batches that are neither too small to pay nor too large for memory."""
+    graph, first = program.graph, alike[0]
+    elements = sum([program.record.values[ref].numel() for ref in {*graph.refs[first], *graph.gives[first]}])
     most = _MOST // elements
-    batches = [calls[start : start + most] for start in range(0, len(calls), most)]
-    yield from [batch for batch in batches if len(batch) >= fewest]
+    batches = [alike[start : start + most] for start in range(0, len(alike), most)]
+    yield from [batch for batch in batches if len(batch) >= program.fewest_alike]
 
 
-def _proved(calls: list[Call], record: Record) -> list[Call]:
+def _proved(alike: list[int], record: Record) -> list[int]:
     """Those of these alike calls whose value depends on each of their operands."""
-    runner, count = node_runner(calls[0], {}), len(calls)
+    graph, count = record.graph, len(alike)
+    node, refs = graph.nodes[alike[0]], graph.refs[alike[0]]
+    assert isinstance(node, Call)
+    runner = node_runner(node, {})
+    places = [refs.index(ref) for ref in runner.reads]  # the same in all of them
     try:
-        operands = [_column(refs, record) for refs in zip(*[dict.fromkeys(node.refs) for node in calls], strict=True)]
-        recorded = [_column(refs, record).whole(count) for refs in zip(*map(refs_of, calls), strict=True)]
+        operands = [_column([graph.refs[position][place] for position in alike], record) for place in places]
+        recorded = [
+            _column([graph.gives[position][number] for position in alike], record).whole(count)
+            for number in range(len(runner.gives))
+        ]
         made = _run(runner, operands, count)
         proved = torch.stack([_are_close(*pair) for pair in zip(made, recorded, strict=True)]).all(0)
         for number in range(len(operands)):
@@ -102,7 +106,7 @@ def _proved(calls: list[Call], record: Record) -> list[Call]:
                 proved &= _react(runner, operands, number, made, proved)
     except Exception:  # torch has no rule for it under vmap, or the call refuses other values
         return []
-    return [node for node, is_proved in zip(calls, proved.tolist(), strict=True) if is_proved]
+    return [position for position, is_proved in zip(alike, proved.tolist(), strict=True) if is_proved]
 
 
 @frozen(eq=False)
@@ -122,7 +126,7 @@ class Column:
         return self.value.expand(count, *self.value.shape) if self.stack is None else self.stack
 
 
-def _column(refs: tuple[Ref, ...], record: Record) -> Column:
+def _column(refs: list[Ref], record: Record) -> Column:
     values = [record.values[ref] for ref in refs]
     is_shared = len(refs) > 1 and len({*refs}) == 1
     return Column(None if is_shared else torch.stack(values), values[0].detach())
