@@ -21,6 +21,8 @@ from replaylens._check.aten_audit import (
     replayed_calls as replayed_calls,
 )
 from replaylens._check.check import LAWS as LAWS, MODEL_LAWS as MODEL_LAWS, check as check
+from replaylens._check.dependency_test import Trial as Trial
+from replaylens._check.many_operands import moved_operands as moved_operands
 from replaylens._check.model_comparison import (
     compare_with_hooks as compare_with_hooks,
     other_inputs_agree as other_inputs_agree,
@@ -38,6 +40,7 @@ from replaylens._check.report import (
     finding_at as finding_at,
     finding_at_name as finding_at_name,
 )
+from replaylens._check.run_node import node_runner as node_runner
 from replaylens._edit.part import Part as Part
 from replaylens._edit.patch import (
     Add as Add,

@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from internals import LAWS, Call, Ref, Scope, Target, Versions, as_plain_call, reading, renamed as renamed_node
+from internals import (
+    LAWS,
+    Call,
+    Ref,
+    Scope,
+    Target,
+    Trial,
+    Versions,
+    as_plain_call,
+    moved_operands,
+    node_runner,
+    reading,
+    renamed as renamed_node,
+)
 from metadata_law import wrong_metadata
 from torch import nn
 
@@ -489,11 +502,27 @@ def test_one_of_twenty_operands_that_a_call_ignores_is_found_and_no_other():
         return torch.stack([*parts[:7], kept, *parts[8:]])
 
     assert with_node(prog, node.name, target=Target.of(whole)).check()
-    assert len(asked) == 3  # once in the replay, and twice for all operands together
+    assert len(asked) == 4  # once in the replay, and three times for all operands together
     report = with_node(prog, node.name, target=Target.of(ignoring)).check()
     (failure,) = report.failures
     assert (failure.law, failure.node, failure.parent) == ("nonsense parents", node.name, str(ignored))
     assert report["nonsense parents"].asked == prog.check()["nonsense parents"].asked
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_arithmetic_between_operands_is_no_proof_that_another_is_read(sign):
+    """Sums and differences of marked numbers may be marked numbers of the operand that is ignored."""
+    prog = rl.capture(lambda x: torch.stack([*x.exp().unbind()]).sum(0), torch.randn(TWENTY, 200, 200))
+    node = call(prog, "stack")
+
+    def mixing(parts: list[torch.Tensor]) -> torch.Tensor:
+        mixed = [one + sign * (two - three) for one, two, three in zip(parts, parts[1:], parts[2:])]
+        return torch.stack([*mixed[:7], *mixed[:13]])
+
+    broken = with_node(prog, node.name, target=Target.of(mixing))
+    given = {ref: prog._record.values[ref] for ref in node.refs}
+    runner = node_runner(broken.graph[node.name], {})
+    assert moved_operands(Trial(runner, given, runner(given), {})) == frozenset()
 
 
 # ---- the specification ----

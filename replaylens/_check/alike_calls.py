@@ -19,6 +19,7 @@ from attrs import frozen
 from torch import Tensor
 
 from .._ir.equality import BATCHED, BATCHED_NARROW
+from .._ir.interrupts import restoring_modes
 from .._ir.node import Call, Ref
 from .._ir.ops import Quirk, op_info
 from .._replay.interpreter import recorded_environment
@@ -40,19 +41,19 @@ def dependent_calls(program: ProgramUnderTest) -> frozenset[int]:
     graph, record = program.graph, program.record
     groups: dict[Any, list[int]] = {}
     for position in sorted(program.chosen & program.verified):
-        node = graph.nodes[position]
-        if (
-            type(node) is Call
-            and (key := _likeness(node, graph.refs[position], graph.gives[position], record)) is not None
-        ):
+        if (key := _likeness(position, record)) is not None:
             groups.setdefault(key, []).append(position)
     with recorded_environment(True, graph):
         batches = [batch for group in groups.values() for batch in _batches(group, program)]
         return frozenset([position for batch in batches for position in _proved(batch, record)])
 
 
-def _likeness(node: Call, reads: tuple[Ref, ...], gives: tuple[Ref, ...], record: Record) -> Any:
+def _likeness(position: int, record: Record) -> Any:
     """What alike calls have in common; None if the call is to be tested by itself."""
+    graph = record.graph
+    node, reads, gives = graph.nodes[position], graph.refs[position], graph.gives[position]
+    if type(node) is not Call:
+        return None
     if node.draws is not None or node.is_dynamic or node.through or node.edits is not None:
         return None
     if not is_torch_op(node.target.name) or op_info(node.target).has(Quirk.WRONG_UNDER_VMAP):
@@ -138,7 +139,8 @@ def _run(runner: NodeRunner, operands: Sequence[Column], count: int) -> list[Ten
     def once(values: Sequence[Tensor]) -> list[Tensor]:
         return list(runner(dict(zip(runner.reads, values, strict=True))).values())
 
-    return under_vmap(once, [one.stack for one in operands], [one.value for one in operands], count)
+    stacks, values = [one.stack for one in operands], [one.value for one in operands]
+    return restoring_modes(lambda: under_vmap(once, stacks, values, count))
 
 
 def _react(
@@ -158,7 +160,7 @@ def _react(
 def _are_close(made: Tensor, recorded: Tensor) -> Tensor:
     """For each call, whether vmap gives its recorded value, up to what another kernel does to the last bits."""
     if made.shape != recorded.shape or made.dtype != recorded.dtype:
-        return torch.zeros(len(recorded), dtype=torch.bool)
+        return recorded.new_zeros(len(recorded), dtype=torch.bool)
     one, other = _rows(made), _rows(recorded)
     equal = (one == other) | (one != one) & (other != other)
     if made.is_floating_point():

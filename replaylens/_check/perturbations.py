@@ -75,9 +75,11 @@ _nonsense: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
 def shared_nonsense(values: Iterable[Any]) -> torch.Tensor | None:
     """Nonsense for all large tensors among these values, as far as it goes. It is shared as long as it is held."""
     size = max([value.numel() for value in values if _can_share(value)], default=0)
-    made = _repeated(_pool(0), torch.empty(size), torch.float32) if size else None
-    if made is not None:
-        _nonsense["cpu"] = made
+    if not size:
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        made = _repeated(_pool(0), torch.empty(size, device="cpu"), torch.float32)
+    _nonsense["cpu"] = made
     return made
 
 
