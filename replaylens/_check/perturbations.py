@@ -85,13 +85,15 @@ def shared_nonsense(values: Iterable[Any]) -> torch.Tensor | None:
 
 def _can_share(value: Any) -> bool:
     """True for large tensors that kernels would copy if they were reordered; matrix products read any order."""
-    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
-    return is_dense and value.dtype == torch.float32 and value.dim() > 2 and _LARGE <= value.numel() <= _MOST_SHARED
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_nested:
+        return False
+    is_float = value.dtype == torch.float32 and value.device.type == "cpu"
+    return is_float and value.dim() > 2 and _LARGE <= value.numel() <= _MOST_SHARED
 
 
 def _views(value: torch.Tensor) -> Iterator[torch.Tensor]:
     """Other content for a large tensor in no memory of its own."""
-    shared = _nonsense.get(str(value.device)) if _can_share(value) and _is_dense(value) else None
+    shared = _nonsense.get("cpu") if _can_share(value) and _is_dense(value) else None
     if shared is not None and value.numel() <= shared.numel():
         yield shared.as_strided(value.shape, value.stride())
     elif (reordered := _reordered(value)) is not None:
