@@ -17,6 +17,7 @@ from replaylens._capture.provenance import Provenance as Provenance, _names_scri
 from replaylens._capture.recorder import Recorder as Recorder
 from replaylens._capture.writes import NOT_WHOLE as NOT_WHOLE
 from replaylens._check import model_under_test as model_under_test
+from replaylens._check.alike_calls import dependent_calls as dependent_calls
 from replaylens._check.aten_audit import (
     OpClass as OpClass,
     audit_aten_calls as audit_aten_calls,
@@ -24,7 +25,9 @@ from replaylens._check.aten_audit import (
     plain_calls as plain_calls,
     replayed_calls as replayed_calls,
 )
-from replaylens._check.check import LAWS as LAWS, MODEL_LAWS as MODEL_LAWS
+from replaylens._check.check import LAWS as LAWS, MODEL_LAWS as MODEL_LAWS, check as check
+from replaylens._check.dependency_test import Trial as Trial
+from replaylens._check.many_operands import moved_operands as moved_operands
 from replaylens._check.model_comparison import (
     compare_with_hooks as compare_with_hooks,
     other_inputs_agree as other_inputs_agree,
@@ -34,6 +37,7 @@ from replaylens._check.model_under_test import (
     with_model_under_test as with_model_under_test,
 )
 from replaylens._check.perturbations import perturbed as perturbed
+from replaylens._check.program_under_test import ProgramUnderTest as ProgramUnderTest
 from replaylens._check.report import (
     CheckReport as CheckReport,
     Finding as Finding,
@@ -41,6 +45,7 @@ from replaylens._check.report import (
     finding_at as finding_at,
     finding_at_name as finding_at_name,
 )
+from replaylens._check.run_node import node_runner as node_runner
 from replaylens._edit.part import Part as Part
 from replaylens._edit.patch import (
     Add as Add,

@@ -10,7 +10,19 @@ import pytest
 import torch
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
-from internals import LAWS, MODEL_LAWS, Call, CheckReport, Finding, LawResult, Ref, refs_of
+from internals import (
+    LAWS,
+    MODEL_LAWS,
+    Call,
+    CheckReport,
+    Finding,
+    LawResult,
+    ProgramUnderTest,
+    Ref,
+    check as check_program,
+    dependent_calls,
+    refs_of,
+)
 from metadata_law import wrong_metadata
 from random_programs import programs
 from torch import nn
@@ -39,6 +51,36 @@ def test_every_model_of_the_zoo_holds(name):
     report = prog.check()
     assert report, report
     assert wrong_metadata(prog) == []
+
+
+def under_test(prog, fewest):
+    """The program as it is checked if so many alike calls, or operands of one call, are tested together."""
+    as_captured = prog.history == ("captured",)
+    return ProgramUnderTest(prog._record, prog.output, as_captured, fewest_alike=fewest, many_operands=fewest)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_tested_together_is_reported_as_one_by_one(name):
+    """From one on: all calls that can be are tested under vmap, and all operands by marked numbers."""
+    prog = captured(name)
+    alone = check_program(under_test(prog, float("inf")))
+    assert check_program(under_test(prog, 1)) == alone
+    assert prog.check() == alone
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_most_calls_of_the_zoo_can_be_tested_together():
+    proved = verified = 0
+    for name in list(MODELS)[::12]:
+        try:
+            program = under_test(captured(name), 1)
+        except pytest.skip.Exception:
+            continue
+        check_program(program)
+        with torch.no_grad():
+            proved += len(dependent_calls(program))
+        verified += len(program.verified)
+    assert 0 < verified < 2 * proved
 
 
 @settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))

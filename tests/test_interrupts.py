@@ -85,6 +85,7 @@ def far(value):
     return value + 10_000
 
 
+ALIKE = rl.capture(nn.Sequential(*[nn.Tanh() for _ in range(4)]), torch.ones(2))
 TASKS: dict[str, Callable[[Net, rl.Program], Any]] = {
     "capture": lambda net, prog: rl.capture(net, x()),
     "replay": lambda net, prog: prog.replay(),
@@ -97,6 +98,7 @@ TASKS: dict[str, Callable[[Net, rl.Program], Any]] = {
     "live rerun": lambda net, prog: prog.replay(patch={"fc": far}),
     "check": lambda net, prog: rl.check(net, x(), progress=False),
     "check of a program": lambda net, prog: prog.check(progress=False),
+    "check of alike calls": lambda net, prog: ALIKE.check(progress=False),
     "grads": lambda net, prog: prog.grads(of=lambda y: y.sum()),
     "edit": lambda net, prog: prog.with_patch({"fc": rl.Zero()}),
     "module": lambda net, prog: prog.slice(to="fc").function()(x()),

@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from internals import LAWS, Call, Ref, Scope, Target, Versions, as_plain_call, reading, renamed as renamed_node
+from internals import (
+    LAWS,
+    Call,
+    Ref,
+    Scope,
+    Target,
+    Trial,
+    Versions,
+    as_plain_call,
+    moved_operands,
+    node_runner,
+    reading,
+    renamed as renamed_node,
+)
 from metadata_law import wrong_metadata
 from torch import nn
 
@@ -426,6 +439,90 @@ def way_to_an_output_that_there_is_not(prog):
 @caught_by(METADATA)
 def output_that_says_it_comes_from_no_input(prog):
     return with_distance(prog, "from_input", prog[-1].label, None), prog[-1].label
+
+
+# ---- one of twenty alike calls, which are tested together ----
+
+TWENTY = 20
+
+
+def differences(x, shifts):
+    return torch.stack([torch.sub(x[number], shifts[number]) for number in range(TWENTY)])
+
+
+@pytest.mark.parametrize("number", [1, 7, TWENTY])
+def test_one_of_twenty_alike_calls_that_ignores_an_operand_is_found_and_no_other(number):
+    """It goes by the name of the others, and gives what they would."""
+    prog = rl.capture(differences, torch.randn(TWENTY, 3, 4), torch.randn(TWENTY, 3, 4))
+    node = call(prog, "sub", number)
+    shift, asked = prog._record.values[node.refs[1]].clone(), []
+
+    def ignoring(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        return one - shift
+
+    def counted(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        asked.append(one)
+        return one - two
+
+    for other in range(1, TWENTY + 1):
+        target = Target("torch.sub", ignoring if other == number else counted)
+        prog = with_node(prog, call(prog, "sub", other).name, target=target)
+    assert call(prog, "sub", number).target == call(prog, "sub", number % TWENTY + 1).target
+    report = prog.check()
+    assert [(finding.law, finding.node) for finding in report.failures] == [("nonsense parents", node.name)], report
+    assert report["nonsense parents"].asked == with_graph(prog, lambda graph: graph).check()["nonsense parents"].asked
+    assert len(asked) < 2 * 2 * TWENTY  # of each check: once in the replay, and a few times for all together
+
+
+def test_one_of_twenty_alike_calls_that_zeros_hide_an_operand_from_is_found_and_no_other():
+    gates = torch.rand(TWENTY, 3, 4) + 0.5
+    gates[7] = 0.0
+    prog = rl.capture(
+        lambda x, gates: torch.stack([torch.mul(x[number], gates[number]) for number in range(TWENTY)]),
+        torch.randn(TWENTY, 3, 4),
+        gates,
+    )
+    report = prog.check()
+    assert report
+    (case,) = report.special
+    assert (case.node, case.fact) == (call(prog, "mul", 8).name, "hidden by zeros in another argument")
+
+
+def test_one_of_twenty_operands_that_a_call_ignores_is_found_and_no_other():
+    prog = rl.capture(lambda x: torch.stack([x[number].exp() for number in range(TWENTY)]), torch.randn(TWENTY, 3))
+    node = call(prog, "stack")
+    ignored, asked = node.refs[7], []
+    kept = prog._record.values[ignored].clone()
+
+    def whole(parts: list[torch.Tensor]) -> torch.Tensor:
+        asked.append(parts)
+        return torch.stack(parts)
+
+    def ignoring(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([*parts[:7], kept, *parts[8:]])
+
+    assert with_node(prog, node.name, target=Target.of(whole)).check()
+    assert len(asked) == 4  # once in the replay, and three times for all operands together
+    report = with_node(prog, node.name, target=Target.of(ignoring)).check()
+    (failure,) = report.failures
+    assert (failure.law, failure.node, failure.parent) == ("nonsense parents", node.name, str(ignored))
+    assert report["nonsense parents"].asked == prog.check()["nonsense parents"].asked
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_arithmetic_between_operands_is_no_proof_that_another_is_read(sign):
+    """Sums and differences of marked numbers may be marked numbers of the operand that is ignored."""
+    prog = rl.capture(lambda x: torch.stack([*x.exp().unbind()]).sum(0), torch.randn(TWENTY, 200, 200))
+    node = call(prog, "stack")
+
+    def mixing(parts: list[torch.Tensor]) -> torch.Tensor:
+        mixed = [one + sign * (two - three) for one, two, three in zip(parts, parts[1:], parts[2:])]
+        return torch.stack([*mixed[:7], *mixed[:13]])
+
+    broken = with_node(prog, node.name, target=Target.of(mixing))
+    given = {ref: prog._record.values[ref] for ref in node.refs}
+    runner = node_runner(broken.graph[node.name], {})
+    assert moved_operands(Trial(runner, given, runner(given), {})) == frozenset()
 
 
 # ---- the specification ----

@@ -16,13 +16,15 @@ from attrs import define, evolve, field, frozen
 from .._edit.lower import may_vary
 from .._ir.equality import difference, same
 from .._ir.graph import Graph
-from .._ir.node import Call, Ref, State, identifier, refs_of
-from .._replay.alias_analysis import detached_views
+from .._ir.node import Call, Ref, State, identifier
+from .._replay.alias_analysis import NO_REFS, detached_views
 from .._replay.interpreter import recorded_environment
 from .._replay.record import Record
 from .._sweep.batch_runner import progress_bar
+from .alike_calls import dependent_calls
 from .dependency_test import INDEPENDENT, Trial, undetected, with_other_literals
-from .perturbations import perturbed
+from .many_operands import moved_operands
+from .perturbations import perturbed, shared_nonsense
 from .program_under_test import ProgramUnderTest
 from .report import Finding, LawResult, finding_at
 from .run_node import NodeRunner, WalkValues, as_in_replay, node_runner, spread_of_repetitions, with_other_draw
@@ -43,9 +45,11 @@ class NodeRun:
 
     record: Record
     node: Call
+    is_proved: bool = False  # it reproduced its value, and depends on all that it reads: it was not run again
     is_stale: bool = False  # a value that it reads or returns was overwritten, so it was not run
     error: Exception | None = None  # what the call raised
     draws_unrecorded: bool = False
+    moved: frozenset[Ref] = NO_REFS  # of its arguments, those whose numbers are proved to come out of it
     trial: Trial | None = None  # the call, its arguments and its value; None if nothing further can be tried
 
 
@@ -79,8 +83,13 @@ def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
         torch.no_grad(),
     ):
         warnings.simplefilter("ignore")  # perturbed arguments make calls warn
+        proved = dependent_calls(program)
         for position, node in enumerate(program.graph.nodes):
-            if isinstance(node, Call) and walk.is_needed(position, node):
+            if isinstance(node, Call) and position in proved:
+                run = NodeRun(program.record, node, is_proved=True)
+                for law, tally in tallies:
+                    law.ask(run, tally)
+            elif isinstance(node, Call) and walk.is_needed(position):
                 with recorded_environment(True, program.graph):
                     run = walk.run(position, node)
                     is_asked = position in chosen or run.is_stale or run.error is not None
@@ -98,15 +107,18 @@ class _Walk:
     def __init__(self, program: ProgramUnderTest) -> None:
         self.program, self.record, self.graph = program, program.record, program.graph
         self.values = WalkValues(self.record)
+        self.nonsense = shared_nonsense(self.record.values.values())
         self.detached = detached_views(self.graph, ())  # by write: the views that an edit took off its storage
 
-    def is_needed(self, position: int, node: Call) -> bool:
+    def is_needed(self, position: int) -> bool:
         """True if the call is to be checked, or a value of it was not kept and must be recomputed."""
-        return position in self.program.chosen or any(ref not in self.record.values for ref in refs_of(node))
+        return position in self.program.chosen or any(
+            ref not in self.record.values for ref in self.graph.gives[position]
+        )
 
     def run(self, position: int, node: Call) -> NodeRun:
         """Run a call on its parents' values, unless it is verified already."""
-        if any(ref in self.program.stale for ref in (*node.refs, *refs_of(node))):
+        if any(ref in self.program.stale for ref in (*self.graph.refs[position], *self.graph.gives[position])):
             return NodeRun(self.record, node, is_stale=True)
         before = torch.default_generator.get_state()
         runner = node_runner(as_in_replay(node, self.detached), self.record.draws)
@@ -118,7 +130,9 @@ class _Walk:
         self.values.keep(position, value)
         if node.draws is None and not torch.equal(before, torch.default_generator.get_state()):
             return NodeRun(self.record, node, draws_unrecorded=True)
-        return NodeRun(self.record, node, trial=Trial(runner, given, value, self.record.draws))
+        trial = Trial(runner, given, value, self.record.draws)
+        moved = moved_operands(trial) if len(given) >= self.program.many_operands else NO_REFS
+        return NodeRun(self.record, node, moved=moved, trial=trial)
 
     def _value(self, runner: NodeRunner, given: dict[Ref, Any]) -> dict[Ref, Any] | Exception:
         """The value of a call on its parents' values, or what it raised.
@@ -169,6 +183,8 @@ def _ask_alone(run: NodeRun, tally: Tally) -> None:
         tally.special.append(finding_at(node, "a value that it reads or gives was overwritten since"))
     elif run.error is not None:
         tally.failures.append(finding_at(node, f"raises {type(run.error).__name__} on the saved values of its parents"))
+    elif run.is_proved:
+        tally.asked += 1
     elif trial is not None:
         saved = {ref: run.record.values[ref] for ref in trial.runner.gives if ref in run.record.values}
         if not saved:
@@ -229,10 +245,14 @@ def _result(tally: Tally, **words: str) -> LawResult:
 
 def _ask_parents(run: NodeRun, tally: Tally) -> None:
     """Check that the value of the call depends on everything that it reads."""
+    if run.is_proved:
+        tally.asked += len({*run.node.refs})
     if run.trial is None:
         return
     for parent in run.trial.given:
         tally.asked += 1
+        if parent in run.moved:
+            continue
         is_read = parent in run.trial.runner.reads
         trial = run.trial if is_read else evolve(run.trial, runner=node_runner(run.node, run.record.draws))
         if (why := undetected(trial, parent)) is not None:

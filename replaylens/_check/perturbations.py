@@ -2,21 +2,24 @@
 
 In: a tensor. Out: replacements, those most likely to be noticed first. Random content repeats a small pool of numbers,
 because fresh random numbers for the weights of a large model cost more than its forward pass; a large tensor is first
-replaced by its own numbers in another order, a view that costs nothing. The global generators are not touched.
+replaced by a view that costs nothing: of nonsense that all tensors of a check share, or, where that is too short, of
+its own numbers in another order. The global generators are not touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from math import prod
+from math import isfinite, prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from .._ir.torch_private import quantized_per_channel, quantized_per_tensor
 
-_LARGE = 2**18  # elements from which on a reordered view is tried first
+_LARGE = 2**18  # elements from which on a view is tried first
+_MOST_SHARED = 2**22  # elements of shared nonsense
 _POOL = 65521  # a prime, so that the repeated pool does not align with the rows of a tensor
 _RANGE_SAMPLE = 4096  # elements that the range of a large tensor is estimated from
 
@@ -55,8 +58,8 @@ def _unflagged(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
 
 
 def _dense(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
-    if value.numel() >= _LARGE and (reordered := _reordered(value)) is not None:
-        yield reordered
+    if value.numel() >= _LARGE:
+        yield from _views(value)
     if value.dtype == torch.bool:
         yield from (_bools(value, 0), ~value, _rolled(value), torch.ones_like(value), torch.zeros_like(value))
         yield _one_flipped(value)  # for calls that accept no more trues than there are elements for them
@@ -64,6 +67,37 @@ def _dense(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
         yield from _numbers(value)
     else:
         yield from _integers(value, wide)
+
+
+_nonsense: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
+
+
+def shared_nonsense(values: Iterable[Any]) -> torch.Tensor | None:
+    """Nonsense for all large tensors among these values, as far as it goes. It is shared as long as it is held."""
+    size = max([value.numel() for value in values if _can_share(value)], default=0)
+    if not size:
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        made = _repeated(_pool(0), torch.empty(size, device="cpu"), torch.float32)
+    _nonsense["cpu"] = made
+    return made
+
+
+def _can_share(value: Any) -> bool:
+    """True for large tensors that kernels would copy if they were reordered; matrix products read any order."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_nested:
+        return False
+    is_float = value.dtype == torch.float32 and value.device.type == "cpu"
+    return is_float and value.dim() > 2 and _LARGE <= value.numel() <= _MOST_SHARED
+
+
+def _views(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Other content for a large tensor in no memory of its own."""
+    shared = _nonsense.get("cpu") if _can_share(value) and _is_dense(value) else None
+    if shared is not None and value.numel() <= shared.numel():
+        yield shared.as_strided(value.shape, value.stride())
+    elif (reordered := _reordered(value)) is not None:
+        yield reordered
 
 
 def _numbers(value: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -212,17 +246,25 @@ def _reordered(value: torch.Tensor) -> torch.Tensor | None:
 def _range(value: torch.Tensor) -> tuple[float, float]:
     """The least and the greatest finite element; of large tensors an estimate from a sample."""
     flat = value.detach()
-    flat = flat[tuple([slice(0, 1) if step == 0 else slice(None) for step in flat.stride()])]
+    if 0 in flat.stride():
+        flat = flat[tuple([slice(0, 1) if step == 0 else slice(None) for step in flat.stride()])]
     most = _RANGE_SAMPLE if value.dtype.is_floating_point or value.dtype.is_complex else 2**22
     if flat.numel() > most and flat.is_contiguous():
         flat = flat.view(-1)[:: flat.numel() // most]
     if flat.is_complex():
         flat = torch.view_as_real(flat)
-    numbers = flat.to(torch.float64) if flat.is_floating_point() else flat.to(torch.int64)
-    if numbers.is_floating_point():
-        numbers = numbers[numbers.isfinite()]
-    if not numbers.numel():
-        return -1.0, 1.0
+    if not flat.is_floating_point():
+        flat = flat.to(torch.int64)
+    elif flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.to(torch.float64)
+    ends = _ends(flat)
+    if not all(map(isfinite, ends)):
+        flat = flat[flat.isfinite()]
+        ends = _ends(flat) if flat.numel() else (-1.0, 1.0)
+    return ends
+
+
+def _ends(numbers: torch.Tensor) -> tuple[float, float]:
     low, high = numbers.aminmax()
     return low.item(), high.item()
 

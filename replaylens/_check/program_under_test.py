@@ -9,8 +9,7 @@ the laws of single calls need not run it again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -19,7 +18,7 @@ from attrs import evolve, field, frozen
 
 from .._ir.equality import difference, same, tensor_kind
 from .._ir.graph import Graph
-from .._ir.node import Call, Input, Ref, State, refs_in, refs_of, specs_of
+from .._ir.node import Call, Input, Ref, State, refs_in, specs_of
 from .._ir.printer import expression
 from .._ir.trees import Branch, freeze_deep, leaves, map_leaves, part_at
 from .._ir.util import cached_property, notes_of
@@ -42,6 +41,8 @@ class ProgramUnderTest:
     as_captured: bool  # no edit changed it since the capture
     sample: float | None = None  # how many calls are checked on their own, or what fraction of them
     progress: bool | None = None
+    fewest_alike: float = 4  # from so many on, alike calls are tested together; infinite: each by itself
+    many_operands: float = 16  # from so many on, the operands of one call are tested together; infinite: each by itself
     verified: set[int] = field(factory=set)  # positions of calls that reproduced their saved values in the whole replay
     per_node: dict[str, LawResult] = field(factory=dict)  # the results of the laws of single calls, from one walk
 
@@ -67,26 +68,35 @@ class ProgramUnderTest:
     def verifying(self, code: Code) -> Code:
         """The code of a replay, wrapped to mark verified calls."""
         count = len(self.graph)
-        return code.wrapped(lambda slot, call: partial(self._run_call, slot, call) if slot < count else call)
+        return code.wrapped(lambda slot, call: VerifyingCall(self, slot, call) if slot < count else call)
 
-    def _run_call(self, position: int, call: Any, *args: Any) -> Any:
-        before = torch.default_generator.get_state()
-        made = call(*args)
-        node = self.graph.nodes[position]
-        if isinstance(node, Call) and self._is_right(position, node, made):
-            drew = not torch.equal(before, torch.default_generator.get_state())
-            if node.draws is not None or not drew:
-                self.verified.add(position)
-        return made
-
-    def _is_right(self, position: int, node: Call, made: Any) -> bool:
+    def is_right(self, position: int, node: Call, made: Any) -> bool:
+        """True if a call gave the recorded bits, and read them."""
         saved = self.record.values
-        if node.through or not all(ref in saved for ref in (*node.refs, *refs_of(node))):
+        gives = self.graph.gives[position]
+        if node.through or not all(ref in saved for ref in (*self.graph.refs[position], *gives)):
             return False
         calls = [parent for parent in self.graph.parents[position] if isinstance(self.graph.nodes[parent], Call)]
-        return self.verified.issuperset(calls) and all(
-            same(part_at(made, ref.path), saved[ref]) for ref in refs_of(node)
-        )
+        return self.verified.issuperset(calls) and all(same(part_at(made, ref.path), saved[ref]) for ref in gives)
+
+
+@frozen(eq=False)
+class VerifyingCall:
+    """A call of the whole replay: it marks its node as verified where it gives the recorded bits."""
+
+    program: ProgramUnderTest
+    position: int
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        before = torch.default_generator.get_state()
+        made = self.call(*args)
+        node = self.program.graph.nodes[self.position]
+        if isinstance(node, Call) and self.program.is_right(self.position, node, made):
+            drew = not torch.equal(before, torch.default_generator.get_state())
+            if node.draws is not None or not drew:
+                self.program.verified.add(self.position)
+        return made
 
 
 def whole_replay(program: ProgramUnderTest) -> LawResult:
@@ -225,18 +235,21 @@ def is_well_formed(program: ProgramUnderTest) -> LawResult:
 
 def _dangling(graph: Graph) -> Iterator[Finding]:
     """Find references to missing nodes in the inputs, outputs, state changes and orphans."""
-    given = {ref for node in graph.nodes for ref in (*refs_of(node), Ref(node.name))}
+
+    def is_given(ref: Ref) -> bool:
+        return ref.node in graph and (not ref.path or ref in graph.gives[graph.positions[ref.node]])
+
     places: list[tuple[str, Any]] = [("the inputs", graph.inputs), ("the output", graph.output)]
     places += [(f"the output of module {scope}", tree) for scope, tree in graph.module_outputs]
     places += [(f"the new value of `{address}`", ref) for address, ref in graph.changes]
     for what, tree in places:
         for ref in refs_in(tree):
-            if ref not in given:
+            if not is_given(ref):
                 yield Finding(ref.node, f"{what} is {ref}, which no node gives")
     for name in sorted(graph.orphans - graph.positions.keys()):
         yield Finding(name, "is set aside as an orphan, and is no node")
     for ref in dict.fromkeys(refs_in(graph.inputs)):
-        if ref in given and not isinstance(graph[ref.node], Input):
+        if is_given(ref) and not isinstance(graph[ref.node], Input):
             yield finding_at_name(graph, ref.node, "stands among the inputs, and is none")
 
 
@@ -262,10 +275,11 @@ def _orphans(graph: Graph) -> Iterator[Finding]:
     """Check that exactly those nodes are orphans that neither derive from an input nor reach an output."""
     below = graph.descendants([node.name for node in graph.input_nodes])
     above = graph.ancestors([ref.node for ref in graph.wanted_refs])
+    accounted = graph.orphans | above | below
     for node in graph.nodes:
         if node.name in graph.orphans and node.name in above:
             yield finding_at(node, "is set aside as an orphan, and reaches an output")
         if node.name in graph.orphans and node.name in below and isinstance(node, Call):
             yield finding_at(node, "is set aside as an orphan, and comes from an input")
-        if isinstance(node, Call) and node.name not in graph.orphans | above | below:
+        if isinstance(node, Call) and node.name not in accounted:
             yield finding_at(node, "comes from no input and reaches no output, and is not set aside")

@@ -78,6 +78,11 @@ class Graph:
         return tuple([node.refs for node in self.nodes])
 
     @cached_property
+    def gives(self) -> tuple[tuple[Ref, ...], ...]:
+        """The values each node gives, each once."""
+        return tuple([refs_of(node) for node in self.nodes])
+
+    @cached_property
     def parents(self) -> tuple[tuple[int, ...], ...]:
         """The positions of the nodes each node reads, each once, in the order of its arguments."""
         where = self.positions

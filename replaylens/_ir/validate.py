@@ -82,18 +82,23 @@ def _single_assignment(graph: Graph) -> Iterator[Problem]:
 
 
 def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
+    names: set[str] = set()
     parts: set[Ref] = set()
-    for node in graph.nodes:
+
+    def is_given(ref: Ref) -> bool:
+        return ref.node in names if not ref.path else ref in parts
+
+    for node, refs in zip(graph.nodes, graph.refs, strict=True):
         if isinstance(node, Call):
             yield from (
                 Problem(node.name, "order", f"reads {ref}, which no earlier node gives")
-                for ref in node.refs
-                if ref not in parts
+                for ref in refs
+                if not is_given(ref)
             )
             if type(node.returns) is not Ref:
                 parts.update(refs_in(node.returns))
-        parts.add(Ref(node.name))
-    ends = [ref for ref in graph.wanted_refs if ref not in parts]
+        names.add(node.name)
+    ends = [ref for ref in graph.wanted_refs if not is_given(ref)]
     yield from (Problem("output", "order", f"gives {ref}, which no node gives") for ref in ends)
 
 

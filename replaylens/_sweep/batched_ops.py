@@ -387,13 +387,13 @@ def _signature_of(
     """The signature of a call. `where`: the number of the value at each operand."""
     if node.draws is not None or node.through:
         return CallSignature("", (), frozenset())
-    met = iter(meanings)
+    met = iter([(meaning.shape, meaning.dtype, meaning.strides) for meaning in meanings])
     try:
         key = (
             node.target.function,
             node.context,
-            _signature_key(node.args, met),
-            _signature_key(node.kwargs, met),
+            signature_key(node.args, met),
+            signature_key(node.kwargs, met),
             where,
         )
         known = _SIGNATURES.get(key)
@@ -428,16 +428,15 @@ def _without_gradients(context: Context) -> Context:
     return evolve(context, grad=False, inference=False)
 
 
-def _signature_key(tree: Any, met: Iterator[TensorSpec]) -> Any:
-    """What two calls of one signature share: literals with their types, and the specs of tensors, in order."""
+def signature_key(tree: Any, met: Iterator[Any]) -> Any:
+    """What two calls of one signature share: literals with their types, and what `met` says of tensors, in order."""
     kind = type(tree)
     if kind is Ref:
-        meaning = next(met)
-        return meaning.shape, meaning.dtype, meaning.strides
+        return next(met)
     if kind is tuple:
-        return tuple([_signature_key(item, met) for item in tree])
+        return tuple([signature_key(item, met) for item in tree])
     if kind is Branch:
-        return tree.kind, tree.keys, tuple([_signature_key(item, met) for item in tree.items])
+        return tree.kind, tree.keys, tuple([signature_key(item, met) for item in tree.items])
     return kind, tree
 
 
