@@ -177,7 +177,7 @@ class DeferredValues:
         }
         draws, mode = {**record.draws, **self.begun}, Mode(self.request.grad)
         supplied = lambda ref: self._value(ref) if self._is_held(ref) else self._source(ref)  # noqa: E731
-        ran = run(graph, made, draws, supplied, record.value, mode=mode, patches=patches)
+        ran = run(record.compiled, made, draws, supplied, record.value, mode=mode, patches=patches)
         self.begun |= ran.states_begun
         for position in (*made.run, *made.supply):
             for ref in refs_of(graph.nodes[position]):

@@ -190,7 +190,7 @@ class ProgramModule(StateHolder):
             changed, last = (*sources, *drawn), graph.last_draw
             made = plan(graph, wanted, frozenset(sources), changed, keep=wanted, turns=graph.turns, last=last)
             mode = Mode(grad, fresh=True, left=graph.left)
-            self._codes[grad] = compile_plan(graph, made, self._record.draws, self._record.value, mode)
+            self._codes[grad] = compile_plan(self._record.compiled, made, self._record.draws, self._record.value, mode)
         return self._codes[grad]
 
     def extra_repr(self) -> str:

@@ -250,12 +250,12 @@ def _compiled(record: Record, request: Request) -> _Compiled:
 def _compile(record: Record, request: Request, trees: dict[int, tuple[Any, ...]]) -> _Compiled:
     graph = record.graph
     wanted = _wanted(graph, request)
-    places, varying = _places(graph, request), [p for p, node in enumerate(graph.nodes) if may_vary(node)]
+    places, varying = _places(graph, request), [graph.positions[c.name] for c in graph.edited if may_vary(c)]
     made = _planned(record, request, wanted, request.keep.union(places, varying), places)
     _require_reached(graph, request, made)
     left = graph.left if _leaves_generator(request) else None
     mode = Mode(request.grad, request.fresh, left, places=places)
-    code = compile_plan(graph, made, record.draws, lambda ref: record.value(ref), mode, trees)
+    code = compile_plan(record.compiled, made, record.draws, lambda ref: record.value(ref), mode, trees)
     once = frozenset(varying).intersection(made.run)
     return _Compiled(code, InitialEnv(code, request), wanted, once, bool(trees) and writes_views(graph))
 
@@ -302,10 +302,12 @@ def _places(graph: Graph, request: Request) -> dict[int, tuple[Ref, ...]]:
 
 
 def _require_reached(graph: Graph, request: Request, made: Plan) -> None:
-    again = {name for position in made.run for name in graph.nodes[position].through}  # type: ignore[union-attr]
+    if request.to is None:
+        return
+    again = {name for call in graph.inner_gradients if graph.positions[call.name] in made.run for name in call.through}
     names = {position: graph.nodes[position].name for position in request.changed}
     unreached = [name for position, name in names.items() if position not in made.patch and name not in again]
-    if unreached and request.to is not None:
+    if unreached:
         raise ReplaylensError(
             f"the patch at {unreached[0]} would do nothing: {graph.nodes[request.to].name}, which is asked for, "
             "does not need it."
