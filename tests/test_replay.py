@@ -147,6 +147,25 @@ def test_a_call_is_compiled_once_for_all_plans():
     assert [runs_of(reader, at(site, keep="all")) for site in ("sin_1", "cos_1", "input_1")] == [0, 0, 0]
 
 
+def test_a_value_that_was_not_kept_is_planned_once_for_all_runs_of_a_kind():
+    model = mlp()
+    prog = rl.capture(model, x())
+
+    def replayed(factor, **more):
+        return prog.replay(patch={"linear_1": lambda value: factor * value}, **more)
+
+    runs = [replayed(factor) for factor in range(5)]
+    assert [runs_of(plan, lambda run=run: run["batchnorm_1"]) for run in runs] == [1, 0, 0, 0, 0]
+    for factor, run in enumerate(runs):
+        assert_same(run["batchnorm_1"], replayed(factor, keep="batchnorm_1")["batchnorm_1"])
+        assert_same(run["relu_1"], replayed(factor, keep="relu_1")["relu_1"])
+    late = replayed(7)
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    with pytest.raises(rl.StaleValue, match="overwritten"):
+        late["batchnorm_1"]
+
+
 def everything(x):
     """Parts, writes through views, draws, literals, modes, and content that is read."""
     low, high = x.chunk(2, dim=1)
