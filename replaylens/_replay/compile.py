@@ -81,10 +81,11 @@ class CompiledGraph:
     def _lay_out(self) -> None:
         count = len(self.graph)
         for position, node in enumerate(self.graph.nodes):
-            ref = Ref(node.name)
+            is_single = isinstance(node, Call) and type(node.returns) is Ref
+            ref = node.returns if is_single else Ref(node.name)  # type: ignore[union-attr]
             self.slots[ref], slots = position, [position]
             self.given.append(((ref, position),))
-            if isinstance(node, Call) and type(node.returns) is not Ref:
+            if isinstance(node, Call) and not is_single:
                 refs = tuple(dict.fromkeys(refs_in(node.returns)))
                 slots += range(count, count + len(refs))
                 self.given[-1] = tuple(zip(refs, slots[1:], strict=True))

@@ -36,7 +36,7 @@ from .record import Cache, Record, detached, recomputed
 from .request import Change, Request
 from .resolve_patches import PatchRunner
 from .runner import Values, run_code
-from .supply import InitialEnv, Run, is_drawn_anew, known_marks
+from .supply import InitialEnv, Origin, Run, is_drawn_anew, known_marks
 
 
 def replay(
@@ -44,6 +44,7 @@ def replay(
     request: Request,
     resolve: Callable[[Any], Location],
     instrument: Callable[[Code], Code] | None = None,
+    origin: Origin | None = None,
 ) -> Run:
     """Runs what the request needs. `resolve` turns a user's name into a Location, for lookups in the Run."""
     ran = execute(record, request, instrument)
@@ -68,7 +69,9 @@ def replay(
     output = thaw(graph.output, output_leaf) if has_output else None
     changes: dict[str, Any] = {a: finish(values[ref]) for a, ref in graph.changes} if has_output else {}
     changes |= dict.fromkeys(graph.removed) if has_output else {}
-    return Run(values.code.executed, changes, tuple(ran.departures), output, has_output, lookup, late.everything)
+    return Run(
+        values.code.executed, changes, tuple(ran.departures), output, has_output, lookup, late.everything, origin=origin
+    )
 
 
 def _read(graph: Graph, late: DeferredValues, patched_outputs: Mapping[Ref, Any], at: Location) -> Any:
@@ -162,6 +165,8 @@ def _require_fitting(request: Request, departed: _DepartureHandler) -> None:
 def _with_start_values(record: Record, request: Request) -> Record:
     """The record with the values at which gradients end, where a replay begins at one."""
     starts = request.start if request.grad and not request.at else ()
+    if not starts:
+        return record
     refs = [ref for position in starts for ref in refs_of(record.graph.nodes[position])]
     if all(ref in record.values for ref in refs):
         return record
