@@ -69,10 +69,10 @@ class CompiledGraph:
         self.graph = graph
         self.is_traced = is_traced  # torch.compile may trace it
         self.slots: dict[Ref, int] = {}
-        self.given: list[tuple[tuple[Ref, int], ...]] = []  # by position: its values, and their slots
+        self.refs: list[Ref] = []  # by position
+        self.several: dict[int, tuple[tuple[Ref, int], ...]] = {}  # of calls that give several values: these, and slots
         self.freed: list[tuple[int, ...]] = []  # by position: the slots to free; none for the model's own tensors
-        self.parts: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = {}
-        self.literals: list[int] = []  # by position: the slot of its first literal
+        self.literals: dict[int, int] = {}  # the slot of the first literal of a call
         self.template: list[Any] = []
         self.keeping: list[Step | None] = [None] * len(graph)  # by position: the step that frees nothing
         self.freeing: list[Step | None] = [None] * len(graph)  # by position: the newest step that frees values
@@ -84,18 +84,17 @@ class CompiledGraph:
             is_single = isinstance(node, Call) and type(node.returns) is Ref
             ref = node.returns if is_single else Ref(node.name)  # type: ignore[union-attr]
             self.slots[ref], slots = position, [position]
-            self.given.append(((ref, position),))
+            self.refs.append(ref)
             if isinstance(node, Call) and not is_single:
                 refs = tuple(dict.fromkeys(refs_in(node.returns)))
                 slots += range(count, count + len(refs))
-                self.given[-1] = tuple(zip(refs, slots[1:], strict=True))
-                self.slots.update(self.given[-1])
-                self.parts[position] = tuple([(ref.path, slot) for ref, slot in self.given[-1]])
+                self.several[position] = tuple(zip(refs, slots[1:], strict=True))
+                self.slots.update(self.several[position])
                 count += len(refs)
             self.freed.append(() if isinstance(node, State) else tuple(slots))
-            self.literals.append(count)
-            if isinstance(node, Call):
-                count += sum([type(arg) is not Ref for arg in node.args])
+            if isinstance(node, Call) and (literals := sum([type(arg) is not Ref for arg in node.args])):
+                self.literals[position] = count
+                count += literals
         self.empty = count  # a slot that holds nothing
         self.template = [None] * (count + 1)
 
@@ -118,7 +117,7 @@ class CompiledGraph:
         """The step of a call that is the same in all plans, but for what is freed after it."""
         known = self.freeing[position] or self.keeping[position]
         if known is None:
-            node, free = self.graph.nodes[position], itertools.count(self.literals[position])
+            node, free = self.graph.nodes[position], itertools.count(self.literals.get(position, self.empty + 1))
 
             def literal(value: Any) -> int:
                 slot = next(free)
@@ -136,7 +135,7 @@ class CompiledGraph:
     def step_of(self, position: int, node: Call, made: Any, dead: tuple[int, ...]) -> Step:
         """A step of a call, made of how it reads its arguments and how it is made."""
         read, call = made
-        parts = self.parts.get(position, ())
+        parts = tuple([(ref.path, slot) for ref, slot in self.several.get(position, ())])
         return Step(node.name, read, call, position, parts, dead, node.source, is_node=True, empty=self.empty)
 
 
@@ -226,12 +225,13 @@ class _Compiler:
     def _made(self) -> Code:
         graph, plan, slots = self.graph, self.plan, self.slots
         there = self.run.union(plan.supply) if self.mode.places else ()
-        given = self.compiled.given
+        refs, several = self.compiled.refs, self.compiled.several
+        supply = [several[p] if p in several else ((refs[p], p),) for p in plan.supply]
         return Code(
             (*self.compiled.template, *self.literals),
             tuple(_segments(self.modes, self.steps)),
             slots,
-            tuple([pair for position in plan.supply for pair in given[position]]),
+            tuple(itertools.chain.from_iterable(supply)),
             tuple([(*place, slot) for place, slot in self.functions.items()]),
             self.departed,
             tuple([graph.nodes[p].name for p in plan.run]),
