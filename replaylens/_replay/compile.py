@@ -124,7 +124,7 @@ class CompiledGraph:
                 self.template[slot] = value
                 return slot
 
-            assert isinstance(node, Call)
+            assert isinstance(node, Call) and node.draws is None and not node.through
             node = node.with_values(NO_REFS) if isinstance(node, Write) else node
             known = self.step_of(position, node, reader(node, self.slots, literal, {}, self.is_traced), dead)
         elif known.dead != dead:

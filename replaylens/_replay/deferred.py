@@ -210,9 +210,9 @@ class DeferredValues:
         trees = {p: tuple([change.tree for change in changes]) for p, changes in request.changed.items()}
         draws, mode = {**record.draws, **self.begun}, Mode(request.grad)
         code = compile_plan(record.compiled, made, draws, record.value, mode, trees)
-        held = tuple([(ref, slot) for ref, slot in code.supply if self._is_held(ref)])
-        code = evolve(code, supply=tuple([pair for pair in code.supply if pair not in held]))
-        found = _Question(made, code, held, InitialEnv(code, request))
+        held = {ref: slot for ref, slot in code.supply if self._is_held(ref)}
+        code = evolve(code, supply=tuple([pair for pair in code.supply if pair[0] not in held]))
+        found = _Question(made, code, tuple(held.items()), InitialEnv(code, request))
         return _QUESTIONS.put(record, (self.code, positions), found) if is_first else found
 
     def _plan(self, positions: Iterable[int]) -> Plan:

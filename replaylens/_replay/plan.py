@@ -81,14 +81,12 @@ def plan(
 def _below(graph: Graph, changed: tuple[int, ...]) -> bytearray:
     """Marks the nodes whose value a change can alter. A changed node is marked only if another one reaches it."""
     marks, dependents = bytearray(len(graph)), graph.dependents
-    for position in changed:
-        for user in dependents[position]:
-            marks[user] = 1
-    position = marks.find(1)
-    while position >= 0:
-        for user in dependents[position]:
-            marks[user] = 1
-        position = marks.find(1, position + 1)
+    stack = [user for position in changed for user in dependents[position]]
+    while stack:
+        position = stack.pop()
+        if not marks[position]:
+            marks[position] = 1
+            stack.extend(dependents[position])
     return marks
 
 
