@@ -36,6 +36,7 @@ from .runner import run
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+_FEW = 16  # one value asked by itself costs as much as so many asked at once
 OVERWRITTEN = -2  # in the place of a write counter: of a copy of what had been overwritten
 
 
@@ -102,9 +103,9 @@ class Record:
             raise StaleValue(reason)
         return tensor
 
-    def reading(self) -> Callable[[Ref], torch.Tensor]:
-        """`value`, for many: if no value was overwritten, it is not asked of each."""
-        if not self.steady:
+    def reading(self, count: int) -> Callable[[Ref], torch.Tensor]:
+        """`value`, for this many: where that is quicker, all values of the record are asked at once."""
+        if count * _FEW < len(self.values) or not self.steady:
             return self.value
         return lambda ref: found if (found := self.values.get(ref)) is not None else self.value(ref)
 

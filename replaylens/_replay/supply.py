@@ -110,7 +110,8 @@ class InitialEnv:
     def begin(self, record: Record, request: Request) -> Env:
         """The initial env. Which nodes are given is the same for all replays of a kind."""
         if self.kept is None:
-            env = initial_values(self.code, partial(supply, record, request, value=record.reading())).env
+            value = record.reading(len(self.code.supply))
+            env = initial_values(self.code, partial(supply, record, request, value=value)).env
             if self.is_repeated:
                 self._keep(record, request, env)
             self.is_repeated = True
