@@ -81,12 +81,12 @@ class CompiledGraph:
     def _lay_out(self) -> None:
         count = len(self.graph)
         for position, node in enumerate(self.graph.nodes):
-            is_single = isinstance(node, Call) and type(node.returns) is Ref
-            ref = node.returns if is_single else Ref(node.name)  # type: ignore[union-attr]
+            ref, returns = Ref(node.name), node.returns if isinstance(node, Call) else None
+            ref = returns if returns == ref else ref  # the same object is found faster
             self.slots[ref], slots = position, [position]
-            self.refs.append(ref)
-            if isinstance(node, Call) and not is_single:
-                refs = tuple(dict.fromkeys(refs_in(node.returns)))
+            self.refs.append(returns if type(returns) is Ref else ref)
+            if isinstance(node, Call) and type(returns) is not Ref:
+                refs = tuple(dict.fromkeys(refs_in(returns)))
                 slots += range(count, count + len(refs))
                 self.several[position] = tuple(zip(refs, slots[1:], strict=True))
                 self.slots.update(self.several[position])
@@ -226,7 +226,7 @@ class _Compiler:
         graph, plan, slots = self.graph, self.plan, self.slots
         there = self.run.union(plan.supply) if self.mode.places else ()
         refs, several = self.compiled.refs, self.compiled.several
-        supply = [several[p] if p in several else ((refs[p], p),) for p in plan.supply]
+        supply = [several[p] if p in several else ((refs[p], slots[refs[p]]),) for p in plan.supply]
         return Code(
             (*self.compiled.template, *self.literals),
             tuple(_segments(self.modes, self.steps)),
