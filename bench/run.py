@@ -42,6 +42,10 @@ MEASURES = {
     "graph": Measure("capture and its graph (built on first access) / plain forward", {}),
     "plan": Measure("planning a full replay, us per node", dict.fromkeys(models.NAMES, 1.0)),
     "first": Measure("first full replay minus a later one, us per node", {}),
+    "site": Measure(
+        "first replay at a new site minus a later one, us per node", dict.fromkeys(("mlp200", "rnn500"), 1.0)
+    ),
+    "lookup": Measure("a value that was not kept / a replay with keep= that name", dict.fromkeys(models.NAMES, 1.0)),
     "peak": Measure("peak bytes of capture / (plain forward + activations)", dict.fromkeys(models.NAMES, 1.05)),
     "bytes": Measure("bytes kept per op besides activations", dict.fromkeys(models.NAMES, 2048)),
     "bytes_used": Measure("the same, with all names and one compiled replay", {}),
@@ -96,7 +100,7 @@ def ratios(model: torch.nn.Module, args: tuple, site: tuple[str, int], seconds: 
     def metric(output: object) -> torch.Tensor:
         return getattr(output, "logits", output).flatten()[-1]
 
-    changed = {label: prog[label].value * 0.5}
+    changed, late = {label: prog[label].value * 0.5}, prog.graph.calls[len(prog.graph.calls) * 3 // 4].name
     times = measure.interleave(
         {
             "plain": measure.clock(lambda: model(*args)),
@@ -108,6 +112,8 @@ def ratios(model: torch.nn.Module, args: tuple, site: tuple[str, int], seconds: 
             "grads": measure.clock(lambda: prog.grads(of=metric)),
             "replay": measure.clock(lambda: prog.replay(keep="output")),
             "middle": measure.clock(lambda: prog.replay(from_=label, patch=changed, keep="output")),
+            "keep": measure.clock(lambda: prog.replay(patch=changed, keep=late)),
+            "lookup": lambda: (run := prog.replay(patch=changed)) and measure.clock(lambda: run[late])(),
         },
         seconds,
     )
@@ -118,16 +124,19 @@ def ratios(model: torch.nn.Module, args: tuple, site: tuple[str, int], seconds: 
     yield "grads", measure.ratio(times, "grads", "plain")
     yield "replay", measure.ratio(times, "replay", "plain")
     yield "middle", measure.ratio(times, "middle", "after")
+    yield "lookup", measure.ratio(times, "lookup", "keep")
 
 
 def planning(prog: rl.Program) -> Iterator[tuple[str, float]]:
     """A plan that runs every call; and everything that a program does on its first replay only: plan, compile, cache."""
     graph = prog.graph
+    prog.replay()
     wanted = [graph.positions[ref.node] for ref in graph.wanted_refs]
     known = bytearray(b"\1" * len(graph))
 
     def first() -> float:
         prog._record.caches.clear()
+        del prog._record.compiled
         return measure.clock(prog.replay)()
 
     clocks = {
@@ -138,6 +147,16 @@ def planning(prog: rl.Program) -> Iterator[tuple[str, float]]:
     times = measure.interleave(clocks, seconds=1)
     yield "plan", 1e6 * median(times["plan"]) / len(graph)
     yield "first", 1e6 * (median(times["first"]) - median(times["later"])) / len(graph)
+    yield "site", 1e6 * median(site_seconds(prog)) / len(graph)
+
+
+def site_seconds(prog: rl.Program, most: int = 40) -> Iterator[float]:
+    """What a first replay at a site costs beyond a later one, for sites in the first half of a program."""
+    names = [call.name for call in prog.graph.calls]
+    for name in names[: len(names) // 2][:: max(1, len(names) // 2 // most)]:
+        patched = measure.clock(lambda name=name: prog.replay(patch={name: rl.Scale(0.5)}))
+        first, _, later = patched(), patched(), patched()
+        yield first - later
 
 
 def peak_ratio(model: torch.nn.Module, args: tuple) -> float:

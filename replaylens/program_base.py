@@ -372,13 +372,16 @@ class ProgramBase(ProgramMetadata, ValueSource):
     def _replayed(self, request: Request) -> Run:
         """A replay; or a run of the model itself, if the replay leaves the recorded path."""
         try:
-            return self._with_origin(request, replay(self._record, request, self._index.find))
+            return replay(self._record, request, self._index.find, origin=self._origin(request))
         except RerunRequired as left:
             return self._with_origin(request, self._rerun(request, left.departure))
 
     def _with_origin(self, request: Request, made: Run) -> Run:
         """The run with its program and request."""
-        return evolve(made, origin=Origin(self, request, self._index.find))
+        return evolve(made, origin=self._origin(request))
+
+    def _origin(self, request: Request) -> Origin:
+        return Origin(self, request, self._index.find)
 
     def _rerun(self, request: Request, first: Departure | None, given: Any = None) -> Run:
         """Run the model itself with the changes of a request. `first` is how a replay left the recorded path."""

@@ -137,6 +137,7 @@ from replaylens._layers.program_facts import (
 )
 from replaylens._replay import edits as edits, rng_stream as rng_stream
 from replaylens._replay.alias_analysis import detached_views as detached_views, writes_views as writes_views
+from replaylens._replay.compile import reader as reader
 from replaylens._replay.edits import _is_close as _is_close
 from replaylens._replay.plan import plan as plan
 from replaylens._replay.record import Versions as Versions

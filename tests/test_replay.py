@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from internals import Ref, Request, execute, plan
+from internals import Ref, Request, execute, plan, reader
 from oracle import assert_same, belongings, generators, surroundings
 from torch import nn
 from torch.nn import functional as F
@@ -135,6 +135,65 @@ def test_a_replay_of_a_kind_is_planned_once():
 
     assert [runs_of(plan, once(factor)) for factor in (2, 3, 4)] == [1, 0, 0]
     assert_same(once(5)().output[0], (5 * (x().sin() + x().cos())).tanh())
+
+
+def test_a_call_is_compiled_once_for_all_plans():
+    prog = rl.capture(forks, x())
+
+    def at(site, **more):
+        return lambda: prog.replay(patch={site: double}, **more)
+
+    assert [runs_of(reader, at(site)) for site in ("sin_1", "cos_1", "input_1")] == [2, 1, 2]
+    assert [runs_of(reader, at(site, keep="all")) for site in ("sin_1", "cos_1", "input_1")] == [0, 0, 0]
+
+
+def test_a_value_that_was_not_kept_is_planned_once_for_all_runs_of_a_kind():
+    model = mlp()
+    prog = rl.capture(model, x())
+
+    def replayed(factor, **more):
+        return prog.replay(patch={"linear_1": lambda value: factor * value}, **more)
+
+    runs = [replayed(factor) for factor in range(5)]
+    assert [runs_of(plan, lambda run=run: run["batchnorm_1"]) for run in runs] == [1, 0, 0, 0, 0]
+    for factor, run in enumerate(runs):
+        assert_same(run["batchnorm_1"], replayed(factor, keep="batchnorm_1")["batchnorm_1"])
+        assert_same(run["relu_1"], replayed(factor, keep="relu_1")["relu_1"])
+    late = replayed(7)
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    with pytest.raises(rl.StaleValue, match="overwritten"):
+        late["batchnorm_1"]
+
+
+def everything(x):
+    """Parts, writes through views, draws, literals, modes, and content that is read."""
+    low, high = x.chunk(2, dim=1)
+    base = torch.cat([high, low * 3.0], 1)
+    base[:, 1].add_(low[:, 0], alpha=2)
+    noise = torch.rand_like(base) + F.dropout(base, 0.5)
+    with torch.no_grad():
+        scale = base.sum(dim=[0, 1])
+    if float(base.sum()) > -1e9:
+        noise = noise.clamp(-1, 2) * scale
+    return noise.max(dim=1), base
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": "all"}, {"grad": True}, {"on_divergence": "ignore"}], ids=str)
+def test_plans_that_share_compiled_calls_give_what_each_gives_alone(options):
+    def captured():
+        torch.manual_seed(0)
+        return rl.capture(everything, x().requires_grad_())
+
+    prog = captured()
+    for site in prog.layer_labels[:-1]:
+        for patch in (double, rl.Zero()):
+            with suppress(rl.ReplaylensError):
+                alone = captured().replay(patch={site: patch}, **options)
+                together = prog.replay(patch={site: patch}, **options)
+                assert_same(together.output, alone.output)
+                assert together.executed == alone.executed
+                assert_same(together["mul_1"], alone["mul_1"])
 
 
 def test_a_value_is_forgotten_after_its_last_use():

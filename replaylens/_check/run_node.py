@@ -18,7 +18,7 @@ from .._ir.node import Call, Ref, refs_of
 from .._ir.trees import part_at
 from .._ir.write import Write
 from .._replay.alias_analysis import NO_REFS
-from .._replay.compile import Mode, caller
+from .._replay.compile import caller
 from .._replay.interpreter import modes
 from .._replay.record import Record
 
@@ -54,7 +54,7 @@ def node_runner(node: Call, draws: Mapping[str, torch.Tensor]) -> NodeRunner:
         template.append(value)
         return len(reads) + len(template) - 1
 
-    read, call = caller(node, slots, literal, dict(draws), Mode())
+    read, call = caller(node, slots, literal, dict(draws))
     return NodeRunner(node, reads, refs_of(node), read, call, template)
 
 

@@ -105,7 +105,12 @@ class Graph:
     @cached_property
     def drawn(self) -> dict[str, int]:
         """The position of each draw, by the key of its generator's state."""
-        return {node.draws: p for p, node in enumerate(self.nodes) if isinstance(node, Call) and node.draws is not None}
+        return {self.nodes[p].draws: p for p in self.drawing}
+
+    @cached_property
+    def drawing(self) -> tuple[int, ...]:
+        """The positions of the calls that draw."""
+        return tuple([p for p, node in enumerate(self.nodes) if isinstance(node, Call) and node.draws is not None])
 
     @cached_property
     def last_draw(self) -> tuple[int, ...]:
@@ -202,6 +207,17 @@ class Graph:
         return bytearray([isinstance(node, Call) for node in self.nodes])
 
     @cached_property
+    def source_marks(self) -> bytes:
+        """A one for each position that holds no call."""
+        return bytes([not mark for mark in self.call_marks])
+
+    @cached_property
+    def needed_marks(self) -> bytearray:
+        """A one for each position on which an output, or what Python read, depends."""
+        read = [*self.wanted_refs, *(ref for guard in self.guards for ref in guard.refs)]
+        return self.marked_ancestors([ref.node for ref in read])
+
+    @cached_property
     def calls(self) -> tuple[Call, ...]:
         return tuple([node for node in self.nodes if isinstance(node, Call)])
 
@@ -235,7 +251,7 @@ class Graph:
 
     def descendants(self, names: Iterable[str]) -> frozenset[str]:
         """Every node that one of these can reach, themselves included."""
-        return self._marked(self._spread(names, self.dependents))
+        return self._marked(self.marked_descendants(names))
 
     def ancestors(self, names: Iterable[str]) -> frozenset[str]:
         """Every node that can reach one of these, themselves included."""
@@ -244,6 +260,10 @@ class Graph:
     def marked_ancestors(self, names: Iterable[str]) -> bytearray:
         """A one for each position whose node can reach one of these, themselves included."""
         return self._spread(names, self.parents)
+
+    def marked_descendants(self, names: Iterable[str]) -> bytearray:
+        """A one for each position whose node one of these can reach, themselves included."""
+        return self._spread(names, self.dependents)
 
     def _marked(self, marks: bytearray) -> frozenset[str]:
         return frozenset([node.name for node, mark in zip(self.nodes, marks, strict=True) if mark])

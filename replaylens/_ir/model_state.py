@@ -346,10 +346,10 @@ class StateCheck:
     """Tells whether all of some places are unchanged. Asked at every replay, so it is done in C, kind by kind."""
 
     def __init__(self, places: Iterable[StatePlace]) -> None:
-        self.places = list(places)
-        plain = [place for place in self.places if place.home is not None]
-        self.others = [place for place in self.places if place.home is None]
-        self.homes, self.keys = [place.home for place in plain], [place.key for place in plain]
+        homes = [(place, place.home) for place in places]
+        plain = [place for place, home in homes if home is not None]
+        self.others = [place for place, home in homes if home is None]
+        self.homes, self.keys = [home for _, home in homes if home is not None], [place.key for place in plain]
         self.tensors = [place.tensor for place in plain]
         pairs = [(place.tensor, place.sight) for place in plain if place.tensor is not None]
         self.lying = [tensor for tensor, sight in pairs if sight.address is not None]
@@ -362,7 +362,7 @@ class StateCheck:
 
     def __bool__(self) -> bool:
         """True if all are unchanged. Addresses come before samples: memory that a tensor has left may be freed."""
-        now: Iterable[Any] = map(dict.get, self.homes, self.keys)  # type: ignore[arg-type]
+        now: Iterable[Any] = map(dict.get, self.homes, self.keys)
         return (
             all(map(operator.is_, now, self.tensors))
             and [*map(_address, self.lying)] == self.addresses

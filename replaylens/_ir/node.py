@@ -34,7 +34,7 @@ class Ref:
 
 def refs_in(tree: Arg) -> list[Ref]:
     """The Refs among the leaves of a tree, from left to right."""
-    return leaves_of(Ref, tree)
+    return [tree] if type(tree) is Ref else leaves_of(Ref, tree)
 
 
 def filled(tree: Arg, value: Callable[[Ref], Any]) -> Any:
@@ -314,7 +314,7 @@ def refs_of(node: Node) -> tuple[Ref, ...]:
     """Every value that a node gives, each once."""
     if not isinstance(node, Call):
         return (Ref(node.name),)
-    return tuple(dict.fromkeys(refs_in(node.returns)))
+    return (node.returns,) if type(node.returns) is Ref else tuple(dict.fromkeys(refs_in(node.returns)))
 
 
 def specs_of(node: Node) -> dict[Ref, TensorSpec]:

@@ -204,8 +204,13 @@ def compiler_if_loaded(module: str = "torch._dynamo") -> Any:
     return sys.modules.get(module)
 
 
+_set_device = _name("torch._GLOBAL_DEVICE_CONTEXT", "is a default device set?", "torch searches for it")
+
+
 def default_device() -> str:
     """The device of new tensors."""
+    if _set_device is not None and not count_function_modes() and getattr(_set_device, "device_context", None) is None:
+        return "cpu"  # as torch finds, after a longer search
     return str(torch.get_default_device())
 
 

@@ -28,7 +28,7 @@ from .._ir.runtime import alias
 from .._ir.target import Target
 from ..errors import ShapeMismatch
 from .alias_analysis import detached_views
-from .compile import compile_plan
+from .compile import CompiledGraph, compile_plan
 from .flag_guards import flag_answer, value_departures
 from .guards import (
     Departure,
@@ -215,7 +215,7 @@ class _Derivation:
         pairs = [zip(graph.guards[n].refs, recorded[n].refs, strict=True) for n in made.guards]
         before = dict(pair for guard in pairs for pair in guard)
         draws = {**self.record.draws, **self.added.draws}
-        return made, compile_plan(graph, made, draws, lambda ref: self.record.value(before[ref]))
+        return made, compile_plan(CompiledGraph(graph), made, draws, lambda ref: self.record.value(before[ref]))
 
     def require_shapes(self, values: ValueByRef, cause: Exception | None = None) -> None:
         """Raises if a value that is read has lost its recorded shape or dtype. Shapes that depend on content are left

@@ -1,14 +1,15 @@
 """The compiler: a plan of a graph as steps over numbered slots.
 
 In: a Plan of a Graph, and which values are patched. Out: Code. A step reads its arguments from slots by one
-`itemgetter`. Patch functions stand in slots, too, so that all patches at the same values share one Code.
+`itemgetter`. Patch functions stand in slots, too, so that all patches at the same values share one Code. The slots of
+values and the steps of calls are made once per graph: a further plan only adds what dies, and where.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -30,9 +31,9 @@ from .._ir.node import (
     State,
     filled,
     refs_in,
-    refs_of,
 )
 from .._ir.trees import leaves, thaw, walk
+from .._ir.util import cached_property
 from .._ir.write import Write
 from .alias_analysis import NO_REFS, detached_views
 from .guards import departure
@@ -50,15 +51,96 @@ class Mode:
     grad: bool = False
     fresh: bool = False
     left: GeneratorLeft | None = None  # of fresh draws: where the user's generator is left
-    is_traced: bool = False  # torch.compile may trace it
     places: Mapping[int, tuple[Ref, ...]] = MappingProxyType({})  # by position: values to take gradients at
 
 
 AS_RECORDED = Mode()
 
 
+class CompiledGraph:
+    """What all plans of a graph share: the slots of its values, and the steps of its calls, each made when a plan first
+    runs it.
+
+    The slot of a node is its position. Literals have slots that are fixed from the beginning, so that two threads can
+    make the same step.
+    """
+
+    def __init__(self, graph: Graph, is_traced: bool = False) -> None:
+        self.graph = graph
+        self.is_traced = is_traced  # torch.compile may trace it
+        self.slots: dict[Ref, int] = {}
+        self.refs: list[Ref] = []  # by position
+        self.several: dict[int, tuple[tuple[Ref, int], ...]] = {}  # of calls that give several values: these, and slots
+        self.freed: list[tuple[int, ...]] = []  # by position: the slots to free; none for the model's own tensors
+        self.literals: dict[int, int] = {}  # the slot of the first literal of a call
+        self.template: list[Any] = []
+        self.keeping: list[Step | None] = [None] * len(graph)  # by position: the step that frees nothing
+        self.freeing: list[Step | None] = [None] * len(graph)  # by position: the newest step that frees values
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        count = len(self.graph)
+        for position, node in enumerate(self.graph.nodes):
+            ref, returns = Ref(node.name), node.returns if isinstance(node, Call) else None
+            ref = returns if returns == ref else ref  # the same object is found faster
+            self.slots[ref], slots = position, [position]
+            self.refs.append(returns if type(returns) is Ref else ref)
+            if isinstance(node, Call) and type(returns) is not Ref:
+                refs = tuple(dict.fromkeys(refs_in(returns)))
+                slots += range(count, count + len(refs))
+                self.several[position] = tuple(zip(refs, slots[1:], strict=True))
+                self.slots.update(self.several[position])
+                count += len(refs)
+            self.freed.append(() if isinstance(node, State) else tuple(slots))
+            if isinstance(node, Call) and (literals := sum([type(arg) is not Ref for arg in node.args])):
+                self.literals[position] = count
+                count += literals
+        self.empty = count  # a slot that holds nothing
+        self.template = [None] * (count + 1)
+
+    @cached_property
+    def contexts(self) -> list[Context]:
+        """By position: the recorded modes of calls; around other nodes those around the whole model."""
+        return [node.context if isinstance(node, Call) else self.graph.outer_modes for node in self.graph.nodes]
+
+    @cached_property
+    def contexts_for_gradients(self) -> list[Context]:
+        """The same without the modes that lay around the whole model."""
+        ambient, known = self.graph.outer_modes, dict[int, Context]()
+        for context in self.contexts:
+            if id(context) not in known:
+                grad, inference = context.grad or not ambient.grad, context.inference and not ambient.inference
+                known[id(context)] = Context(grad, inference, context.autocast, context.settings)
+        return [known[id(context)] for context in self.contexts]
+
+    def step(self, position: int, dead: tuple[int, ...]) -> Step:
+        """The step of a call that is the same in all plans, but for what is freed after it."""
+        known = self.freeing[position] or self.keeping[position]
+        if known is None:
+            node, free = self.graph.nodes[position], itertools.count(self.literals.get(position, self.empty + 1))
+
+            def literal(value: Any) -> int:
+                slot = next(free)
+                self.template[slot] = value
+                return slot
+
+            assert isinstance(node, Call) and node.draws is None and not node.through
+            node = node.with_values(NO_REFS) if isinstance(node, Write) else node
+            known = self.step_of(position, node, reader(node, self.slots, literal, {}, self.is_traced), dead)
+        elif known.dead != dead:
+            known = evolve(known, dead=dead)
+        (self.freeing if dead else self.keeping)[position] = known
+        return known
+
+    def step_of(self, position: int, node: Call, made: Any, dead: tuple[int, ...]) -> Step:
+        """A step of a call, made of how it reads its arguments and how it is made."""
+        read, call = made
+        parts = tuple([(ref.path, slot) for ref, slot in self.several.get(position, ())])
+        return Step(node.name, read, call, position, parts, dead, node.source, is_node=True, empty=self.empty)
+
+
 def compile_plan(
-    graph: Graph,
+    compiled: CompiledGraph,
     plan: Plan,
     states: Mapping[str, torch.Tensor],
     recorded: Callable[[Ref], torch.Tensor],
@@ -68,7 +150,7 @@ def compile_plan(
     """Code for a plan. `states` are the generator states before the recorded draws, `recorded` gives the values that
     guards compare with.
     """
-    return _Compiler(graph, plan, states, recorded, mode, patched).code()
+    return _Compiler(compiled, plan, states, recorded, mode, patched).code()
 
 
 class _Compiler:
@@ -76,20 +158,28 @@ class _Compiler:
 
     def __init__(
         self,
-        graph: Graph,
+        compiled: CompiledGraph,
         plan: Plan,
         states: Mapping[str, torch.Tensor],
         recorded: Callable[[Ref], torch.Tensor],
         mode: Mode,
         patched: Patched,
     ) -> None:
-        self.graph, self.plan, self.states, self.recorded = graph, plan, states, recorded
+        self.compiled, self.plan, self.states, self.recorded = compiled, plan, states, recorded
+        self.graph, self.slots = compiled.graph, compiled.slots
         self.mode, self.patched, self.run = mode, patched, frozenset(plan.run)
-        self.slot_map = slot_map = _Slots(graph)
-        self.stream = stream_of(graph, plan.run, mode.fresh, slot_map.literal, slot_map.slots, mode.left)
-        self.departed = slot_map.literal(None)
-        self.functions = {(p, n): slot_map.literal(None) for p, trees in patched.items() for n in range(len(trees))}
-        self.steps: list[tuple[Context, Step]] = []
+        self.first_literal, self.literals = len(compiled.template), list[Any]()
+        self.contexts = compiled.contexts_for_gradients if mode.grad else compiled.contexts
+        self.stream = stream_of(self.graph, self.run, mode.fresh, self._literal, self.slots, mode.left)
+        self.departed = self._literal(None)
+        self.functions = {(p, n): self._literal(None) for p, trees in patched.items() for n in range(len(trees))}
+        self.steps: list[Step] = []
+        self.modes: list[Context] = []  # of each step
+
+    def _literal(self, value: Any) -> int:
+        """A slot of this plan alone."""
+        self.literals.append(value)
+        return self.first_literal + len(self.literals) - 1
 
     def code(self) -> Code:
         """The whole Code. Guards come before the node at their position, patches after theirs."""
@@ -97,38 +187,51 @@ class _Compiler:
         guards: dict[int, list[Guard]] = {}
         for number in plan.guards:
             guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])
-        dying, changed = _dying(graph, plan, self.slot_map), frozenset(plan.patch)
+        dying, changed = self._dying(), frozenset(plan.patch)
         refs = {ref for trees in self.patched.values() for tree in trees for ref in refs_in(tree)}
-        detached = detached_views(graph, refs)
-        for position, node in enumerate(graph.nodes):
+        detached = {graph.positions[name]: views for name, views in detached_views(graph, refs).items()}
+        own = {*guards, *changed, *detached, *self.mode.places, *graph.drawing}
+        own.update([graph.positions[call.name] for call in graph.inner_gradients])
+        steps, modes, freeing, keeping = self.steps, self.modes, self.compiled.freeing, self.compiled.keeping
+        for position in sorted(self.run.union(guards, changed)):
+            dead = dying.get(position, ())
+            if position not in own:
+                step = freeing[position] if dead else keeping[position]
+                if step is None or step.dead != dead:
+                    step = self.compiled.step(position, dead)
+                steps.append(step)
+                modes.append(self.contexts[position])
+                continue
             for guard in guards.get(position, ()):
                 self._add_guard(guard)
             trees = self.patched.get(position, ()) if position in changed else ()
             places = self.mode.places.get(position, ()) if position in self.run or trees else ()
-            dead = dying.get(position, ())
             if position in self.run:
-                assert isinstance(node, Call)
-                self._add_call(
-                    position,
-                    (node.with_values(detached.get(node.name, NO_REFS)) if isinstance(node, Write) else node),
-                    () if trees or places else dead,
-                )
+                self._add_call(position, detached.get(position, NO_REFS), () if trees or places else dead)
             if trees or places:
-                self._add_patches(position, node, trees, places, dead)
-        for guard in guards.get(len(graph), ()):
-            self._add_guard(guard)
+                self._add_patches(position, trees, places, dead)
         self._add_generator_exit()
         return self._made()
 
+    def _dying(self) -> dict[int, tuple[int, ...]]:
+        """What is freed after each step."""
+        dying: dict[int, tuple[int, ...]] = {}
+        kept, freed = self.plan.kept, self.compiled.freed
+        for position, last in self.plan.last_use.items():
+            if position not in kept:
+                dying[last] = dying.get(last, ()) + freed[position]
+        return dying
+
     def _made(self) -> Code:
-        graph, plan, slots = self.graph, self.plan, self.slot_map.slots
-        there = self.run.union(plan.supply)
-        nothing = self.slot_map.literal(None)
+        graph, plan, slots = self.graph, self.plan, self.slots
+        there = self.run.union(plan.supply) if self.mode.places else ()
+        refs, several = self.compiled.refs, self.compiled.several
+        supply = [several[p] if p in several else ((refs[p], slots[refs[p]]),) for p in plan.supply]
         return Code(
-            tuple(self.slot_map.template),
-            tuple(_segments(self.steps, nothing)),
+            (*self.compiled.template, *self.literals),
+            tuple(_segments(self.modes, self.steps)),
             slots,
-            tuple([(ref, slots[ref]) for position in plan.supply for ref in refs_of(graph.nodes[position])]),
+            tuple(itertools.chain.from_iterable(supply)),
             tuple([(*place, slot) for place, slot in self.functions.items()]),
             self.departed,
             tuple([graph.nodes[p].name for p in plan.run]),
@@ -137,31 +240,35 @@ class _Compiler:
             self.stream.begun(graph),
         )
 
+    def _add(self, context: Context, step: Step) -> None:
+        self.steps.append(step)
+        self.modes.append(context)
+
     def _add_guard(self, guard: Guard) -> None:
-        slots, departed, recorded = self.slot_map.slots, self.departed, self.recorded
+        slots, departed, recorded = self.slots, self.departed, self.recorded
 
         def check(env: Env) -> None:
             found = departure(guard, lambda ref: env[slots[ref]], recorded)
             if found is not None and env[departed] is not None:
                 env[departed](found)
 
-        self.steps.append((NO_MODES, Step("a guard", lambda env: (env,), check, self.slot_map.literal(None), (), ())))
+        self._add(NO_MODES, self._own_step("a guard", lambda env: (env,), check))
 
-    def _add_call(self, position: int, node: Call, dead: tuple[int, ...]) -> None:
+    def _add_call(self, position: int, detached: frozenset[Ref], dead: tuple[int, ...]) -> None:
         """A call of the model's, with its recorded draws or in its place in the generator's stream."""
-        slots, literal, turn = self.slot_map.slots, self.slot_map.literal, self.stream.turns.get(position)
+        node, turn = self.graph.nodes[position], self.stream.turns.get(position)
+        assert isinstance(node, Call)
+        node = node.with_values(detached) if isinstance(node, Write) else node
         if turn is None:
-            read, call = caller(node, slots, literal, self.states, self.mode)
+            read, call = caller(node, self.slots, self._literal, self.states, self.compiled.is_traced)
         else:
-            read, call = reader(node, slots, literal, {}, self.mode)
+            read, call = reader(node, self.slots, self._literal, {}, self.compiled.is_traced)
             read, call = with_generator_turn(
                 read, call, turn, None if turn.begins is not None else self.states.get(node.draws or "")
             )
         if node.through:
             read, call = self._rerunning(node, read, call)
-        slot, parts = slots[Ref(node.name)], self.slot_map.parts[node.name]
-        step = Step(node.name, read, call, slot, parts, dead, node.source, is_node=True)
-        self.steps.append((self._context(node.context), step))
+        self._add(self.contexts[position], self.compiled.step_of(position, node, (read, call), dead))
 
     def _rerunning(self, node: Call, read: Any, call: Any) -> Any:
         """A call that reruns other nodes itself: it receives the patches at these, or is told that all of them have
@@ -186,82 +293,72 @@ class _Compiler:
         for number, tree in enumerate(self.patched[position]):
             yield tree, self.functions[position, number]
 
-    def _add_patches(
-        self, position: int, node: Node, trees: Any, places: tuple[Ref, ...], dead: tuple[int, ...]
-    ) -> None:
+    def _add_patches(self, position: int, trees: Any, places: tuple[Ref, ...], dead: tuple[int, ...]) -> None:
         """What follows a node: its patches, and a node of its own in autograd's graph."""
-        apply = drawing_as_the_user(self.stream, _applied)
-        after = [
-            _patch_step(node, self.slot_map, *each, apply) for each in (self._functions(position) if trees else ())
-        ]
+        node, apply = self.graph.nodes[position], drawing_as_the_user(self.stream, _applied)
+        after = [self._patch_step(node, *each, apply) for each in (self._functions(position) if trees else ())]
         if places:
-            after.append(_place_step(node, self.slot_map, places, bool(trees)))
+            after.append(self._place_step(node, places, bool(trees)))
         after[-1] = evolve(after[-1], dead=dead)
-        context = self._context(node.context if isinstance(node, Call) else self.graph.outer_modes)
-        self.steps.extend([(context, step) for step in after])
+        for step in after:
+            self._add(self.contexts[position], step)
+
+    def _patch_step(self, node: Node, tree: Any, function: int, apply: Callable[..., Any]) -> Step:
+        """A patch reads values of a node as the model saw them, and replaces them."""
+        slots = self.slots
+        if type(tree) is Ref:
+            return self._own_step(node.name, itemgetter(function, slots[tree]), apply, slots[tree])
+
+        def read(env: Env) -> Any:
+            return env[function], filled(tree, lambda ref: env[slots[ref]])
+
+        parts = tuple([(path, slots[ref]) for path, ref in walk(tree) if type(ref) is Ref])
+        return self._own_step(node.name, read, apply, None, parts)
+
+    def _place_step(self, node: Any, refs: tuple[Ref, ...], patched: bool) -> Step:
+        """Gives values of a node nodes of their own in autograd's graph. See `placed`."""
+        slots = [self.slots[ref] for ref in refs]
+        others = [self.slots[ref] for ref in node.refs] if isinstance(node, Call) else []
+        if patched:
+            others += slots  # a patch may give any object, also one that stands elsewhere
+        read = (
+            itemgetter(*slots, *others) if len(slots) + len(others) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
+        )
+        if len(refs) == 1:
+            return self._own_step(node.name, read, as_own_node, slots[0])
+        parts = tuple([((number,), slot) for number, slot in enumerate(slots)])
+        return self._own_step(node.name, read, partial(as_own_nodes, len(slots)), None, parts)
 
     def _add_generator_exit(self) -> None:
-        left, literal = self.stream.leaves, self.slot_map.literal
+        left = self.stream.leaves
         if left is not None:
-            slot = literal(self.states[left]) if isinstance(left, str) else left
-            leave = Step("the generator", partial(leave_generator_at, slot), _same, literal(None), (), ())
-            self.steps.append((self.steps[-1][0] if self.steps else NO_MODES, leave))
+            slot = self._literal(self.states[left]) if isinstance(left, str) else left
+            leave = self._own_step("the generator", partial(leave_generator_at, slot), _same)
+            self._add(self.modes[-1] if self.modes else NO_MODES, leave)
 
-    def _context(self, context: Context) -> Context:
-        """The modes of a call in this replay: the recorded ones; for gradients without those that lay around the whole
-        model.
-        """
-        if not self.mode.grad:
-            return context
-        ambient = self.graph.outer_modes
-        grad, inference = context.grad or not ambient.grad, context.inference and not ambient.inference
-        return Context(grad, inference, context.autocast, context.settings)
+    def _own_step(self, name: str, read: Any, call: Any, slot: int | None = None, parts: Any = ()) -> Step:
+        """A step of this plan alone, which frees nothing."""
+        slot = self._literal(None) if slot is None else slot
+        return Step(name, read, call, slot, parts, (), empty=self.compiled.empty)
 
 
-def _segments(made: Sequence[tuple[Context, Step]], nothing: int) -> Iterator[Segment]:
-    for context, group in groupby(made, itemgetter(0)):
-        steps = tuple([step for _, step in group])
-        yield Segment(context, tuple([step.row(nothing) for step in steps]), steps)
-
-
-class _Slots:
-    """The slot of each value, part of a value and literal."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.slots: dict[Ref, int] = {}
-        self.parts: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
-        self.of_position: list[tuple[int, ...]] = []
-        self.template: list[Any] = [None] * len(graph)
-        for position, node in enumerate(graph.nodes):
-            self.slots[Ref(node.name)] = position
-            parts = []
-            if isinstance(node, Call) and type(node.returns) is not Ref:
-                for ref in dict.fromkeys(refs_in(node.returns)):
-                    self.slots[ref] = len(self.template)
-                    parts.append((ref.path, len(self.template)))
-                    self.template.append(None)
-            self.parts[node.name] = tuple(parts)
-            self.of_position.append((position, *(slot for _, slot in parts)))
-
-    def literal(self, value: Any) -> int:
-        self.template.append(value)
-        return len(self.template) - 1
-
-
-def _dying(graph: Graph, plan: Plan, slot_map: _Slots) -> dict[int, tuple[int, ...]]:
-    """What is freed after each step. The model's own tensors are not: the model holds them."""
-    dying: dict[int, list[int]] = {}
-    for position, last in plan.last_use.items():
-        if position not in plan.kept and not isinstance(graph.nodes[position], State):
-            dying.setdefault(last, []).extend(slot_map.of_position[position])
-    return {last: tuple(slots) for last, slots in dying.items()}
+def _segments(modes: Sequence[Context], steps: Sequence[Step]) -> Iterator[Segment]:
+    """The steps, cut where the modes change."""
+    starts = [n for n, mode in enumerate(modes) if n == 0 or (mode is not modes[n - 1] and mode != modes[n - 1])]
+    for start, end in itertools.pairwise((*starts, len(steps))):
+        part = tuple(steps[start:end])
+        yield Segment(modes[start], tuple([step.row for step in part]), part)
 
 
 def caller(
-    node: Call, slots: dict[Ref, int], literal: Callable[[Any], int], states: Mapping[str, torch.Tensor], mode: Mode
+    node: Call,
+    slots: dict[Ref, int],
+    literal: Callable[[Any], int],
+    states: Mapping[str, torch.Tensor],
+    is_traced: bool = False,
 ) -> Any:
     """How a call reads its arguments, and how it is made, with its recorded draws: (read, call)."""
-    read, call = reader(node, slots, literal, states, mode)
+    read, call = reader(node, slots, literal, states, is_traced)
     if node.draws is not None and not has_own_generator(node):
         call = _with_recorded_draw(call, states[node.draws])
     return read, call
@@ -272,7 +369,7 @@ def reader(
     slots: dict[Ref, int],
     literal: Callable[[Any], int],
     states: Mapping[str, torch.Tensor],
-    mode: Mode,
+    is_traced: bool,
 ) -> Any:
     """How a call reads its arguments, and how it is made: (read, call). Its own generators are set to the recorded
     state.
@@ -286,7 +383,7 @@ def reader(
     if plain and len(flat) == len(found):
         if not flat:
             return (lambda env: ()), function
-        if mode.is_traced:  # the compiler does not know itemgetters
+        if is_traced:  # the compiler does not know itemgetters
             return partial(_read_slots, tuple(flat)), function
         if len(flat) == 1:
             return itemgetter(slice(flat[0], flat[0] + 1)), function  # a list of one, to be starred like a tuple
@@ -340,29 +437,3 @@ def _with_recorded_draw(call: Callable[..., Any], state: torch.Tensor) -> Callab
 
 def _applied(patch: Callable[[Any], Any], value: Any) -> Any:
     return patch(value)
-
-
-def _patch_step(node: Node, slot_map: _Slots, tree: Any, function: int, apply: Callable[..., Any]) -> Step:
-    """A patch reads values of a node as the model saw them, and replaces them."""
-    if type(tree) is Ref:
-        slot = slot_map.slots[tree]
-        return Step(node.name, itemgetter(function, slot), apply, slot, (), ())
-
-    def read(env: Env) -> Any:
-        return env[function], filled(tree, lambda ref: env[slot_map.slots[ref]])
-
-    parts = tuple([(path, slot_map.slots[ref]) for path, ref in walk(tree) if type(ref) is Ref])
-    return Step(node.name, read, apply, slot_map.literal(None), parts, ())
-
-
-def _place_step(node: Any, slot_map: _Slots, refs: tuple[Ref, ...], patched: bool) -> Step:
-    """Gives values of a node nodes of their own in autograd's graph. See `placed`."""
-    slots = [slot_map.slots[ref] for ref in refs]
-    others = [slot_map.slots[ref] for ref in node.refs] if isinstance(node, Call) else []
-    if patched:
-        others += slots  # a patch may give any object, also one that stands elsewhere
-    read = itemgetter(*slots, *others) if len(slots) + len(others) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
-    if len(refs) == 1:
-        return Step(node.name, read, as_own_node, slots[0], (), ())
-    parts = tuple([((number,), slot) for number, slot in enumerate(slots)])
-    return Step(node.name, read, partial(as_own_nodes, len(slots)), slot_map.literal(None), parts, ())

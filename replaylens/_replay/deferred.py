@@ -13,19 +13,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 from .._ir.interrupts import exclusive_generator
 from .._ir.memory import version_of
 from .._ir.model_state import tensor_state
-from .._ir.node import Call, Ref, filled, refs_in, refs_of
+from .._ir.node import Ref, filled, refs_in, refs_of
 from .._ir.util import cached_property
 from ..errors import ReplaylensError, StaleValue
-from .compile import Mode
+from .compile import Mode, compile_plan
+from .interpreter import Code
 from .plan import Plan, plan
-from .record import Record
-from .runner import run
-from .supply import known_marks, supply
+from .record import Cache, Record
+from .runner import Values, run_code
+from .supply import InitialEnv, known_marks
 
 
 def version_mark(value: Any) -> Any:
@@ -91,6 +92,19 @@ class PatchResults:
         return value
 
 
+@frozen(eq=False)
+class _Question:
+    """What a replay runs for values that it did not keep."""
+
+    plan: Plan
+    code: Code
+    held: tuple[tuple[Ref, int], ...]  # the values that the replay kept or computed since, and their slots
+    beginning: InitialEnv
+
+
+_QUESTIONS: Cache[tuple[Code, tuple[int, ...]], _Question] = Cache()  # by the code of a replay, and positions
+
+
 class DeferredValues:
     """The values of one replay, also those that it did not keep."""
 
@@ -106,7 +120,7 @@ class DeferredValues:
         self.marks = _marks(self.env) if ran.request.keep else self._wanted_marks(ran.wanted | ran.once)
         self.begun = ran.values.states_begun  # of draws that began elsewhere than recorded, by key
         self.questions = 0
-        self.values: dict[Ref, tuple[Any, Any]] = {}  # what was computed since
+        self.later: dict[int, tuple[list[Any], list[Any]]] = {}  # by position: the env and marks of a later run
 
     def _wanted_marks(self, wanted: Iterable[int]) -> Any:
         nodes, slots = self.record.graph.nodes, self.code.slots
@@ -123,18 +137,22 @@ class DeferredValues:
 
     def everything(self) -> None:
         """Computes everything that the replay ran, in one run."""
-        positions = [self.record.graph.positions[name] for name in self.code.executed]
+        positions = tuple([self.record.graph.positions[name] for name in self.code.executed])
         if not self.request.fresh and any(not self._has_all(position) for position in positions):
             self._execute(positions)
 
     def _is_held(self, ref: Ref) -> bool:
-        is_kept = self.record.graph.positions[ref.node] in self.kept
-        return ref in self.values or (is_kept and self.env[self.code.slots[ref]] is not None)
+        position = self.record.graph.positions[ref.node]
+        if position in self.kept and self.env[self.code.slots[ref]] is not None:
+            return True
+        return position in self.later and self.later[position][0][self.code.slots[ref]] is not None
 
     def _value(self, ref: Ref) -> Any:
-        slot = self.code.slots[ref]
-        value, mark = self.values[ref] if ref in self.values else (self.env[slot], self.marks[slot])
-        if version_mark(value) != mark:
+        position, slot, env, marks = self.record.graph.positions[ref.node], self.code.slots[ref], self.env, self.marks
+        if position not in self.kept or env[slot] is None:
+            env, marks = self.later[position]
+        value = env[slot]
+        if version_mark(value) != marks[slot]:
             raise StaleValue(_overwritten(f"the value of `{ref.node}` in this run", ref.node))
         return value
 
@@ -144,7 +162,7 @@ class DeferredValues:
     def _is_as_recorded(self, position: int) -> bool:
         """True if nothing in the request can have changed the value there, and it did not run again."""
         request, name = self.request, self.record.graph.nodes[position].name
-        changed = position in request.changed or position in request.given or position in self._reached
+        changed = position in request.changed or position in request.given or self._reached[position]
         return not changed and name not in self._executed and not request.grad
 
     @cached_property
@@ -152,12 +170,11 @@ class DeferredValues:
         return frozenset(self.code.executed)
 
     @cached_property
-    def _reached(self) -> frozenset[int]:
-        """What the changes and the functions of an edit reach, also where the output does not need it."""
+    def _reached(self) -> bytearray:
+        """Marks of what the changes and the functions of an edit reach, also where the output does not need it."""
         graph, request = self.record.graph, self.request
         changed = (*request.changed, *request.given, *request.start, *self.once)
-        names = [graph.nodes[position].name for position in changed]
-        return frozenset([graph.positions[name] for name in graph.descendants(names)]) if names else frozenset()
+        return graph.marked_descendants([graph.nodes[position].name for position in changed])
 
     def _run_part(self, position: int) -> None:
         graph, name = self.record.graph, self.record.graph.nodes[position].name
@@ -165,32 +182,47 @@ class DeferredValues:
             raise ReplaylensError(f"{name} was not kept, and fresh draws cannot be repeated. Pass keep=[{name!r}].")
         self.questions += 1
         rest = [graph.positions[other] for other in self.code.executed] if self.questions > 1 else []
-        self._execute([position, *rest])
+        self._execute((position, *rest))
 
-    def _execute(self, positions: Iterable[int]) -> None:
+    def _execute(self, positions: tuple[int, ...]) -> None:
         """Runs what these nodes need and nobody remembers."""
-        graph, record = self.record.graph, self.record
-        made = self._plan(positions)
-        patches = {
-            position: tuple([(c.tree, partial(self._patched, position, n)) for n, c in enumerate(changes)])
-            for position, changes in self.request.changed.items()
-        }
-        draws, mode = {**record.draws, **self.begun}, Mode(self.request.grad)
-        supplied = lambda ref: self._value(ref) if self._is_held(ref) else self._source(ref)  # noqa: E731
-        ran = run(graph, made, draws, supplied, record.value, mode=mode, patches=patches)
+        record, question = self.record, self._question(positions)
+        code = question.code
+        self._require_given(question.plan)
+        env = question.beginning.begin(record, self.request)
+        for key, state in self.begun.items():
+            for ref in record.graph.states.get(record.graph.drawn[key], ()):
+                env[code.slots[ref]] = state
+        for ref, slot in question.held:
+            env[slot] = self._value(ref)
+        for position, number, slot in code.patches:
+            env[slot] = partial(self._patched, position, number)
+        ran = run_code(record.graph, Values(code, env))
         self.begun |= ran.states_begun
-        for position in (*made.run, *made.supply):
-            for ref in refs_of(graph.nodes[position]):
-                if not self._is_held(ref) and (value := ran[ref]) is not None:
-                    self.values[ref] = value, version_mark(value)
+        self.later = dict.fromkeys((*question.plan.run, *question.plan.supply), (env, _marks(env))) | self.later
+
+    def _question(self, positions: tuple[int, ...]) -> _Question:
+        """What runs for these nodes: the same in all replays of a kind, if it is the first question about them."""
+        record, request, is_first = self.record, self.request, not self.later and not self.begun
+        if is_first and (known := _QUESTIONS.get(record, (self.code, positions))) is not None:
+            return known
+        made = self._plan(positions)
+        trees = {p: tuple([change.tree for change in changes]) for p, changes in request.changed.items()}
+        draws, mode = {**record.draws, **self.begun}, Mode(request.grad)
+        code = compile_plan(record.compiled, made, draws, record.value, mode, trees)
+        held = {ref: slot for ref, slot in code.supply if self._is_held(ref)}
+        code = evolve(code, supply=tuple([pair for pair in code.supply if pair[0] not in held]))
+        found = _Question(made, code, tuple(held.items()), InitialEnv(code, request))
+        return _QUESTIONS.put(record, (self.code, positions), found) if is_first else found
 
     def _plan(self, positions: Iterable[int]) -> Plan:
         graph = self.record.graph
         known = known_marks(self.record, self.request)
-        for position, node in enumerate(graph.nodes):
-            if isinstance(node, Call):
-                usable = known[position] and position not in self._reached
-                known[position] = self._has_all(position) or usable
+        for position, call in enumerate(graph.call_marks):
+            if call and self._reached[position]:
+                known[position] = 0
+        for position in self.kept.union(self.later):
+            known[position] = known[position] or self._has_all(position)
         turns = self._turns()
         for position in turns.values():
             known[position] = False  # where it leaves the generator is not known
@@ -202,17 +234,16 @@ class DeferredValues:
     def _turns(self) -> dict[int, int]:
         """The draws that may begin elsewhere than recorded, at a state not known yet; and the draw before each."""
         graph = self.record.graph
-        shifted = {p: before for p, before in graph.shifts.items() if before in self._reached}
+        shifted = {p: before for p, before in graph.shifts.items() if self._reached[before]}
         return {p: before for p, before in shifted.items() if graph.nodes[p].draws not in self.begun}
 
-    def _source(self, ref: Ref) -> Any:
-        position = self.record.graph.positions[ref.node]
-        given = self.request.given.get(position)
-        if given is not None and self.given_marks[position] != (version_mark(given), tensor_state(given)):
-            raise StaleValue(_overwritten(f"what was given for `{ref.node}`", ref.node))
-        if (drawn := self.record.graph.state_of.get(position)) is not None:
-            return self.begun.get(self.record.graph.nodes[drawn].draws, self.record.value(ref))
-        return supply(self.record, self.request, ref)
+    def _require_given(self, made: Plan) -> None:
+        """Raises if a given tensor that is needed was overwritten since the replay."""
+        for position in sorted(self.request.given.keys() & made.supply):
+            given = self.request.given[position]
+            if self.given_marks[position] != (version_mark(given), tensor_state(given)):
+                name = self.record.graph.nodes[position].name
+                raise StaleValue(_overwritten(f"what was given for `{name}`", name))
 
     def _patched(self, position: int, number: int, value: Any) -> Any:
         change, name = self.request.changed[position][number], self.record.graph.nodes[position].name

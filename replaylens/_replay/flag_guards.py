@@ -7,7 +7,7 @@ flag than recorded, there is nothing to ask.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from typing import Any
 
 import torch
@@ -55,15 +55,14 @@ class OuterModes:
         return OuterModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
-def guarded_changes(graph: Graph, changed: Iterable[int], until: int | None = None) -> list[int]:
+def guarded_changes(graph: Graph, changed: Collection[int], until: int | None = None) -> list[int]:
     """Of changed nodes, those on which a fact depends that no content decides, whether or not the output needs them:
     questions that the model asks behind them, exceptions that it can catch, and for nodes that the output does not
     need their shape and dtype, which Python may have read.
     """
     asked = [g for g in graph.asked if g.refs and (until is None or g.position <= until)]
-    above = graph.marked_ancestors([ref.node for guard in asked for ref in guard.refs])
-    read = [ref.node for ref in (*graph.wanted_refs, *(ref for guard in graph.guards for ref in guard.refs))]
-    needed = graph.marked_ancestors(read) if until is None and graph.wanted_refs else None
+    above = graph.marked_ancestors([ref.node for guard in asked for ref in guard.refs]) if changed else b""
+    needed = graph.needed_marks if until is None and graph.wanted_refs else None
     return [
         position
         for position in changed

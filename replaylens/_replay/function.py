@@ -17,7 +17,7 @@ from .._ir.graph import Graph
 from .._ir.node import Call, Ref, filled, refs_of, value_of
 from .._ir.torch_private import peek_interpreter_stack
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError
-from .compile import Mode, compile_plan
+from .compile import CompiledGraph, Mode, compile_plan
 from .flag_guards import require_same_answers
 from .guards import Departure, aliasing_hazards, diverged_error, exceptions_as_departures, raise_diverged
 from .inputs import require_arguments
@@ -67,12 +67,12 @@ def _pure(record: Record, inputs: list[int], outputs: list[int] | None, grad: bo
     """The function itself. Its tensors go into the slots of the inputs; all other values already stand in theirs."""
     graph = record.graph
     wanted = outputs if outputs is not None else [graph.positions[ref.node] for ref in graph.output_refs]
-    known = bytearray([not isinstance(n, Call) or all(r in record.values for r in refs_of(n)) for n in graph.nodes])
+    known = bytearray(record.held)
     for position in inputs:
         known[position] = True
     made = plan(graph, wanted, known, inputs)
     places: dict[int, tuple[Any, ...]] = dict.fromkeys(inputs, ())
-    code = compile_plan(graph, made, record.draws, record.value, Mode(grad, is_traced=True), places)
+    code = compile_plan(CompiledGraph(graph, is_traced=True), made, record.draws, record.value, Mode(grad), places)
     slots = [code.slots[_only_ref(graph, position)] for position in inputs]
 
     def held(ref: Ref) -> torch.Tensor | None:

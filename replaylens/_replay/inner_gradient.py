@@ -17,6 +17,7 @@ from .._ir.graph import Graph
 from .._ir.node import Ref, refs_in
 from .._ir.torch_private import peek_interpreter_stack
 from .._ir.trees import map_leaves
+from .compile import CompiledGraph
 from .plan import plan
 from .runner import Patches, Values, run
 
@@ -115,7 +116,7 @@ class _Stretch:
         }
         made = plan(graph, wanted, frozenset(range(len(given))), tuple(patches), keep=wanted)
         supply = lambda ref: given[graph.positions[ref.node]]  # noqa: E731
-        return run(graph, made, self.states, supply, lambda ref: starts[0], patches=patches)
+        return run(CompiledGraph(graph), made, self.states, supply, lambda ref: starts[0], patches=patches)
 
 
 def _renamed(graph: Graph, position: int, patch: Any) -> Any:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from .._ir.graph import Graph
 from .._ir.interrupts import exclusive_generator, restoring_modes
@@ -39,19 +39,20 @@ class Step:
     dead: tuple[int, ...]
     source: Source | None = None
     is_node: bool = False  # the model's own operation; else a patch, a guard
+    empty: int = field(kw_only=True)  # a slot that holds nothing
+    row: Any = field(init=False)  # the step as the loop reads it: one slot to free, which is all for most steps, and
+    # what else there is to do
+
+    @row.default
+    def _row(self) -> Any:
+        rest = (self.parts, self.dead[1:]) if self.parts or len(self.dead) > 1 else None
+        return self.read, self.call, self.slot, self.dead[0] if self.dead else self.empty, rest
 
     @property
     def note(self) -> str:
         """The note added to an exception that the call raises."""
         where = "\n" + self.source.indented if self.source is not None else ""
         return f"replaylens: raised by node {self.name} of the program{where}"
-
-    def row(self, empty_slot: int) -> Any:
-        """The step as the loop reads it: one slot to free, which is all for most steps, and what else there is to
-        do. `empty_slot` is a slot that holds nothing.
-        """
-        rest = (self.parts, self.dead[1:]) if self.parts or len(self.dead) > 1 else None
-        return self.read, self.call, self.slot, self.dead[0] if self.dead else empty_slot, rest
 
 
 @frozen(eq=False)

@@ -21,7 +21,7 @@ from .._ir.memory import writable_copy
 from .._ir.model_state import PLAIN, StatePlace, same_layouts
 from .._ir.node import Call, Node, Ref, State, TensorSpec
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
-from .compile import Mode, compile_plan
+from .compile import CompiledGraph, Mode, compile_plan
 from .flag_guards import require_same_answers
 from .function import require_differentiable
 from .guards import diverged_error, exceptions_as_departures, raise_diverged
@@ -190,7 +190,7 @@ class ProgramModule(StateHolder):
             changed, last = (*sources, *drawn), graph.last_draw
             made = plan(graph, wanted, frozenset(sources), changed, keep=wanted, turns=graph.turns, last=last)
             mode = Mode(grad, fresh=True, left=graph.left)
-            self._codes[grad] = compile_plan(graph, made, self._record.draws, self._record.value, mode)
+            self._codes[grad] = compile_plan(CompiledGraph(graph), made, self._record.draws, self._record.value, mode)
         return self._codes[grad]
 
     def extra_repr(self) -> str:

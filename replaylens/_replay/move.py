@@ -25,6 +25,7 @@ from .._ir.memory import Overlaps, Pair, version_of
 from .._ir.model_state import StatePlace, tensor_state
 from .._ir.node import Call, Node, Ref, State, TensorSpec, filled, refs_in, with_leaves
 from ..errors import DivergedReplay, StaleValue
+from .compile import CompiledGraph
 from .flag_guards import OuterModes, require_same_answers
 from .guards import Departure
 from .plan import plan
@@ -181,7 +182,14 @@ def rerun(
     if is_refreshed:
         require_same_answers(graph, record.values, sources, OuterModes.of_replay(graph, False))
     made = plan(graph, range(len(graph)), bytearray(len(graph)), (), rerun_all=True, keep=range(len(graph)))
-    ran = run(graph, made, record.draws, lambda ref: as_leaf(sources[ref]), record.values.__getitem__, _departed)
+    ran = run(
+        CompiledGraph(graph),
+        made,
+        record.draws,
+        lambda ref: as_leaf(sources[ref]),
+        record.values.__getitem__,
+        _departed,
+    )
     values = ran.tensors(ran.code.slots)
     for ref in map(Ref, graph.written_state):  # it is kept by value, for the model writes it again
         if ref in values and ref in sources:

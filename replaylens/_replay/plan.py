@@ -62,13 +62,14 @@ def plan(
         graph.positions[ref.node] for number in guards for ref in graph.guards[number].refs
     }
     if rerun_all and not replaced:
-        run, supply = bytearray(graph.call_marks), _sources(graph, ends)
+        marks, supply = bytearray(graph.call_marks), _sources(graph, ends)
     else:
-        run, supply = _needed(graph, ends, known_marks, dirty, frozenset(changed), turns, replaced, rerun_all)
-    patch = tuple(p for p in changed if run[p] or supply[p] or p in replaced)
+        marks, supply = _needed(graph, ends, known_marks, dirty, frozenset(changed), turns, replaced, rerun_all)
+    run = tuple([p for p, mark in enumerate(marks) if mark])
+    patch = tuple(p for p in changed if marks[p] or supply[p] or p in replaced)
     kept = frozenset(keep) | frozenset(wanted)
     return Plan(
-        run=tuple([p for p, mark in enumerate(run) if mark]),
+        run=run,
         supply=tuple([p for p, mark in enumerate(supply) if mark]),
         patch=patch,
         guards=guards,
@@ -79,13 +80,13 @@ def plan(
 
 def _below(graph: Graph, changed: tuple[int, ...]) -> bytearray:
     """Marks the nodes whose value a change can alter. A changed node is marked only if another one reaches it."""
-    marks = bytearray(len(graph))
-    stack = [user for position in changed for user in graph.dependents[position]]
+    marks, dependents = bytearray(len(graph)), graph.dependents
+    stack = [user for position in changed for user in dependents[position]]
     while stack:
         position = stack.pop()
         if not marks[position]:
             marks[position] = 1
-            stack.extend(graph.dependents[position])
+            stack.extend(dependents[position])
     return marks
 
 
@@ -118,35 +119,37 @@ def _needed(
     rerun_all: bool,
 ) -> tuple[bytearray, bytearray]:
     """Marks of what must run and of what must be supplied, walking back from the ends."""
-    run, supply, shifts = bytearray(len(graph)), bytearray(len(graph)), graph.shifts
-    stack = list(ends)
-    while stack:
-        position = stack.pop()
+    run, supply, needed = bytearray(len(graph)), bytearray(len(graph)), bytearray(len(graph))
+    parents, is_call, shifts, state_of = graph.parents, graph.call_marks, graph.shifts, graph.state_of
+    for end in ends:
+        needed[end] = 1
+    position = needed.rfind(1)
+    while position >= 0:
+        needed[position], below = 0, position
         if run[position] or supply[position] or position in replaced:
-            continue
-        is_call = graph.call_marks[position]
-        usable = known[position] and not dirty[position] and (not rerun_all or not is_call)
-        if usable or not is_call:
+            pass
+        elif not is_call[position] or (known[position] and not dirty[position] and not rerun_all):
             supply[position] = 1
-            drawn = graph.state_of.get(position) if not is_call else None
+            drawn = state_of.get(position) if not is_call[position] else None
             if drawn is not None and (dirty[drawn] or drawn in turns or (drawn in changed and not known[drawn])):
-                stack.append(drawn)  # which may begin with another state than the one that is held for it
+                needed[drawn], below = 1, max(below, drawn + 1)  # it may begin with another state than the one held
         else:
             run[position] = 1
-            stack.extend(graph.parents[position])
-            before = turns.get(position, shifts.get(position))
+            for parent in parents[position]:
+                needed[parent] = 1
+            before = turns.get(position, shifts.get(position)) if shifts or turns else None
             if before is not None and (dirty[before] or position in turns):
-                stack.append(before)
+                needed[before], below = 1, max(below, before + 1)
+        position = needed.rfind(1, 0, below)
     return run, supply
 
 
-def _last_uses(graph: Graph, run: bytearray, guards: tuple[int, ...]) -> dict[int, int]:
-    last: dict[int, int] = {}
-    for position, mark in enumerate(run):
-        if mark:
-            last[position] = max(last.get(position, position), position)
-            for parent in graph.parents[position]:
-                last[parent] = position
+def _last_uses(graph: Graph, run: tuple[int, ...], guards: tuple[int, ...]) -> dict[int, int]:
+    last, parents = dict[int, int](), graph.parents
+    for position in run:
+        last[position] = position
+        for parent in parents[position]:
+            last[parent] = position
     for number in guards:
         for ref in graph.guards[number].refs:
             position = graph.positions[ref.node]

@@ -12,7 +12,7 @@ functions, which may differ when called again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,11 +30,13 @@ from .._ir.runtime import addresses_memory
 from .._ir.trees import without_originals
 from .._ir.util import cached_property
 from ..errors import StaleValue
+from .compile import CompiledGraph
 from .plan import plan
 from .runner import run
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+_FEW = 16  # one value asked by itself costs as much as so many asked at once
 OVERWRITTEN = -2  # in the place of a write counter: of a copy of what had been overwritten
 
 
@@ -101,6 +103,12 @@ class Record:
             raise StaleValue(reason)
         return tensor
 
+    def reading(self, count: int) -> Callable[[Ref], torch.Tensor]:
+        """`value`, for this many: where that is quicker, all values of the record are asked at once."""
+        if count * _FEW < len(self.values) or not self.steady:
+            return self.value
+        return lambda ref: found if (found := self.values.get(ref)) is not None else self.value(ref)
+
     def stale(self, ref: Ref) -> str | None:
         """Why a recorded value no longer holds; None if it does."""
         if self.versions[ref] != version_of(self.values[ref]):
@@ -134,6 +142,17 @@ class Record:
             if (key := storage_of(self.values[Ref(node.name)])) is not None:
                 by_storage[key] = place
         return by_name, by_storage
+
+    @cached_property
+    def compiled(self) -> CompiledGraph:
+        """What all replays share of the compiled program."""
+        return CompiledGraph(self.graph)
+
+    @cached_property
+    def held(self) -> bytes:
+        """Marks of the nodes that have all their values, or are no calls."""
+        values, nodes = self.values, self.graph.nodes
+        return bytes([not isinstance(node, Call) or all(ref in values for ref in refs_of(node)) for node in nodes])
 
     @cached_property
     def steady(self) -> Steady:
@@ -175,10 +194,9 @@ def recomputed(record: Record, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
     """
     graph, wanted = record.graph, list(dict.fromkeys(refs))
     positions = {graph.positions[ref.node] for ref in wanted}
-    there = bytearray([not isinstance(n, Call) or all(r in record.values for r in refs_of(n)) for n in graph.nodes])
-    made = plan(graph, positions, there, ())
+    made = plan(graph, positions, bytearray(record.held), ())
     with torch.inference_mode(False):
-        ran = run(graph, made, record.draws, lambda ref: as_leaf(record.value(ref)), record.value)
+        ran = run(record.compiled, made, record.draws, lambda ref: as_leaf(record.value(ref)), record.value)
     return {ref: as_leaf(ran[ref]) for ref in wanted}
 
 

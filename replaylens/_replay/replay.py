@@ -36,7 +36,7 @@ from .record import Cache, Record, detached, recomputed
 from .request import Change, Request
 from .resolve_patches import PatchRunner
 from .runner import Values, run_code
-from .supply import InitialEnv, Run, is_drawn_anew, known_marks
+from .supply import InitialEnv, Origin, Run, is_drawn_anew, known_marks
 
 
 def replay(
@@ -44,6 +44,7 @@ def replay(
     request: Request,
     resolve: Callable[[Any], Location],
     instrument: Callable[[Code], Code] | None = None,
+    origin: Origin | None = None,
 ) -> Run:
     """Runs what the request needs. `resolve` turns a user's name into a Location, for lookups in the Run."""
     ran = execute(record, request, instrument)
@@ -68,7 +69,9 @@ def replay(
     output = thaw(graph.output, output_leaf) if has_output else None
     changes: dict[str, Any] = {a: finish(values[ref]) for a, ref in graph.changes} if has_output else {}
     changes |= dict.fromkeys(graph.removed) if has_output else {}
-    return Run(values.code.executed, changes, tuple(ran.departures), output, has_output, lookup, late.everything)
+    return Run(
+        values.code.executed, changes, tuple(ran.departures), output, has_output, lookup, late.everything, origin=origin
+    )
 
 
 def _read(graph: Graph, late: DeferredValues, patched_outputs: Mapping[Ref, Any], at: Location) -> Any:
@@ -162,6 +165,8 @@ def _require_fitting(request: Request, departed: _DepartureHandler) -> None:
 def _with_start_values(record: Record, request: Request) -> Record:
     """The record with the values at which gradients end, where a replay begins at one."""
     starts = request.start if request.grad and not request.at else ()
+    if not starts:
+        return record
     refs = [ref for position in starts for ref in refs_of(record.graph.nodes[position])]
     if all(ref in record.values for ref in refs):
         return record
@@ -250,12 +255,12 @@ def _compiled(record: Record, request: Request) -> _Compiled:
 def _compile(record: Record, request: Request, trees: dict[int, tuple[Any, ...]]) -> _Compiled:
     graph = record.graph
     wanted = _wanted(graph, request)
-    places, varying = _places(graph, request), [p for p, node in enumerate(graph.nodes) if may_vary(node)]
+    places, varying = _places(graph, request), [graph.positions[c.name] for c in graph.edited if may_vary(c)]
     made = _planned(record, request, wanted, request.keep.union(places, varying), places)
     _require_reached(graph, request, made)
     left = graph.left if _leaves_generator(request) else None
     mode = Mode(request.grad, request.fresh, left, places=places)
-    code = compile_plan(graph, made, record.draws, lambda ref: record.value(ref), mode, trees)
+    code = compile_plan(record.compiled, made, record.draws, lambda ref: record.value(ref), mode, trees)
     once = frozenset(varying).intersection(made.run)
     return _Compiled(code, InitialEnv(code, request), wanted, once, bool(trees) and writes_views(graph))
 
@@ -302,10 +307,12 @@ def _places(graph: Graph, request: Request) -> dict[int, tuple[Ref, ...]]:
 
 
 def _require_reached(graph: Graph, request: Request, made: Plan) -> None:
-    again = {name for position in made.run for name in graph.nodes[position].through}  # type: ignore[union-attr]
+    if request.to is None:
+        return
+    again = {name for call in graph.inner_gradients if graph.positions[call.name] in made.run for name in call.through}
     names = {position: graph.nodes[position].name for position in request.changed}
     unreached = [name for position, name in names.items() if position not in made.patch and name not in again]
-    if unreached and request.to is not None:
+    if unreached:
         raise ReplaylensError(
             f"the patch at {unreached[0]} would do nothing: {graph.nodes[request.to].name}, which is asked for, "
             "does not need it."

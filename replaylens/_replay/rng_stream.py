@@ -10,7 +10,7 @@ forward seeded stay, and draws that began in one state still do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -80,14 +80,14 @@ def has_own_generator(node: Call) -> bool:
 
 def stream_of(
     graph: Graph,
-    run: Sequence[int],
+    run: Set[int],
     fresh: bool,
     literal: Callable[[Any], int],
     slots: Mapping[Ref, int],
     left: GeneratorLeft | None = None,
 ) -> Stream:
     """The stream of the draws that run. `left`: where the user's generator is to be left, if known."""
-    drawing = [p for p in run if graph.nodes[p].draws is not None]  # type: ignore[union-attr]
+    drawing = [p for p in graph.drawing if p in run]
     held = {p: tuple([slots[ref] for ref in graph.states[p]]) for p in drawing if p in graph.states}
     if fresh and drawing:
         return _fresh(graph, drawing, literal, held, left)
@@ -102,7 +102,7 @@ def stream_of(
         p: Turn(
             begins=ends.get(shifts.get(p, -1)),
             ends=ends.get(p),
-            own=has_own_generator(graph.nodes[p]),  # type: ignore[arg-type]
+            own=has_own_generator(graph.nodes[p]),
             held=held.get(p, ()) if shifts.get(p, -1) in ends else (),
         )
         for p in drawing

@@ -15,7 +15,7 @@ from attrs import frozen
 
 from .._ir.graph import Graph
 from .._ir.node import Ref, filled, refs_in
-from .compile import AS_RECORDED, Mode, compile_plan
+from .compile import AS_RECORDED, CompiledGraph, Mode, compile_plan
 from .guards import Departure
 from .interpreter import Code, Env, interpret, recorded_environment
 from .plan import Plan
@@ -54,7 +54,7 @@ class Values:
 
 
 def run(
-    graph: Graph,
+    compiled: CompiledGraph,
     plan: Plan,
     states: Mapping[str, torch.Tensor],
     supply: Supply,
@@ -65,8 +65,8 @@ def run(
 ) -> Values:
     """Runs a plan. `supply` gives the values that it begins with, `recorded` those that guards compare with."""
     patched = {position: tuple([tree for tree, _ in each]) for position, each in patches.items()}
-    code = compile_plan(graph, plan, states, recorded, mode, patched)
-    return run_code(graph, initial_values(code, supply, departed, patches))
+    code = compile_plan(compiled, plan, states, recorded, mode, patched)
+    return run_code(compiled.graph, initial_values(code, supply, departed, patches))
 
 
 def initial_values(

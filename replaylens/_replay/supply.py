@@ -17,18 +17,18 @@ from attrs import field, frozen
 from .._ir.autograd import as_leaf, fresh_leaf, with_history_of
 from .._ir.graph import Graph
 from .._ir.memory import have_same_address
-from .._ir.node import Call, Ref, State, refs_of
+from .._ir.node import Call, Ref, State
 from .._ir.torch_private import peek_interpreter_stack
 from .._ir.value_source import ValueSource
 from ..errors import NotSaved, StaleValue
-from .guards import Departure
+from .guards import Departure, ValueOf
 from .interpreter import Code, Env
 from .record import Record, Steady, stale_text
 from .request import Request
 from .runner import initial_values
 
 
-def supply(record: Record, request: Request, ref: Ref) -> Any:
+def supply(record: Record, request: Request, ref: Ref, value: ValueOf | None = None) -> Any:
     """The value that a replay begins with. The first row that applies decides:
 
         the request                       | the value                     | gives
@@ -48,17 +48,17 @@ def supply(record: Record, request: Request, ref: Ref) -> Any:
         no grad, the model holds it       | recorded                      | as it is
         no grad                           | recorded                      | a leaf, without the model's history
 
-    Reading a recorded value raises StaleValue if it was overwritten since.
+    Reading a recorded value, by `value`, raises StaleValue if it was overwritten since.
     """
-    given = request.given.get(record.graph.positions[ref.node])
+    given, value = request.given.get(record.graph.positions[ref.node]), value or record.value
     if request.at:
-        return _grad_start(record.value(ref) if given is None else given, ref in request.at)
+        return _grad_start(value(ref) if given is None else given, ref in request.at)
     if given is not None:
         return given if request.grad else _with_recorded_flag(given, record.values[ref])
     if request.grad:
         live = record.live.get(ref.node)
-        return _own_leaf(record.value(ref)) if live is None else _live(record, ref, live)
-    return record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
+        return _own_leaf(value(ref)) if live is None else _live(record, ref, live, value(ref))
+    return value(ref) if ref.node in record.live else as_leaf(value(ref))
 
 
 def _grad_start(value: torch.Tensor, is_asked: bool) -> torch.Tensor:
@@ -75,11 +75,11 @@ def _own_leaf(value: torch.Tensor) -> torch.Tensor:
     return value if value.is_leaf else as_leaf(value)
 
 
-def _live(record: Record, ref: Ref, live: torch.Tensor) -> torch.Tensor:
+def _live(record: Record, ref: Ref, live: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """The model's own tensor, which collects the gradients; where the forward wrote it, a stand-in with its recorded
     content.
     """
-    recorded, node = record.value(ref), record.graph[ref.node]
+    node = record.graph[ref.node]
     if have_same_address(live, recorded):
         return live
     if isinstance(node, State) and node.name not in record.graph.written_state:
@@ -104,12 +104,18 @@ class InitialEnv:
         self.code = code
         self.varying: list[tuple[Ref, int]] = []  # given ones, and what is a leaf of its own in each replay
         self.is_live = request.grad and not request.at  # the model's own parameters collect the gradients
+        self.is_repeated = False
         self.kept: tuple[Steady, Env] | None = None
 
     def begin(self, record: Record, request: Request) -> Env:
         """The initial env. Which nodes are given is the same for all replays of a kind."""
         if self.kept is None:
-            return self._first_env(record, request)
+            value = record.reading(len(self.code.supply))
+            env = initial_values(self.code, partial(supply, record, request, value=value)).env
+            if self.is_repeated:
+                self._keep(record, request, env)
+            self.is_repeated = True
+            return env
         steady, kept = self.kept
         if not steady:
             if self.is_live:
@@ -120,16 +126,15 @@ class InitialEnv:
             env[slot] = supply(record, request, ref)
         return env
 
-    def _first_env(self, record: Record, request: Request) -> Env:
-        """The first env; later ones reuse what is the same in all."""
-        env, positions = initial_values(self.code, partial(supply, record, request)).env, record.graph.positions
+    def _keep(self, record: Record, request: Request, env: Env) -> None:
+        """Keeps of the second env what is the same in all: a study may come to each place once."""
+        positions = record.graph.positions
         fixed = [(ref, slot) for ref, slot in self.code.supply if positions[ref.node] not in request.given]
         same = {ref for ref, slot in fixed if self._is_shared(record, ref, env[slot])}
         self.varying, kept = [(ref, slot) for ref, slot in self.code.supply if ref not in same], env.copy()
         for _, slot in self.varying:
             kept[slot] = None
         self.kept = Steady(record, same), kept
-        return env
 
     def _is_shared(self, record: Record, ref: Ref, value: torch.Tensor) -> bool:
         """True if each replay begins with this very object: with gradients only the model's own, where it still
@@ -144,15 +149,14 @@ def known_marks(record: Record, request: Request) -> bytearray:
     """Marks of the nodes with usable values. With gradients only sources and the start are: all others need a
     history.
     """
-    graph = record.graph
-    marks = bytearray(len(graph))
-    for position, node in enumerate(graph.nodes):
-        if not isinstance(node, Call):
-            marks[position] = 1
-        elif request.fresh and is_drawn_anew(graph, request, position):
-            continue
-        elif not request.grad or request.at or position in request.start:
-            marks[position] = all(ref in record.values for ref in refs_of(node))
+    graph, marks = record.graph, bytearray(record.held)
+    if request.grad and not request.at:
+        marks = bytearray(graph.source_marks)
+        for position in request.start:
+            marks[position] = record.held[position]
+    for position in graph.drawing if request.fresh else ():
+        if is_drawn_anew(graph, request, position):
+            marks[position] = 0
     return marks
 
 

@@ -22,7 +22,7 @@ from .._ir.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends,
 from .._ir.trees import Branch
 from .._ir.util import cached_property
 from .._ir.write import Write, original_call
-from .._replay.compile import AS_RECORDED, caller
+from .._replay.compile import caller
 from .._replay.guards import Departure
 from .._replay.interpreter import modes
 from .alignment import NO_LITERALS, Alignment, Literals, candidates, close_across_batches, is_proved, only_moves
@@ -362,7 +362,7 @@ def batched_op(
         template.append(value)
         return len(template) - 1
 
-    read, function = caller(node, slots, literal, states, AS_RECORDED)
+    read, function = caller(node, slots, literal, states)
     rest = template[len(reads) :]
 
     def call(given: Sequence[Any]) -> Any:
