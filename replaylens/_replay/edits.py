@@ -369,7 +369,9 @@ def insert(
             graph = rewire_readers(insert_after(graph, node.name, (place,)), (OUTPUT,), {ref: Ref(name)})
         else:
             kept = {"module_outputs": graph.module_outputs, "changes": graph.changes}
+            asked = _asked_again(graph, ref)
             graph = replace(graph, {node.name: (node, place)}, {ref: Ref(name)}, **kept)
+            graph = evolve(graph, guards=tuple(sorted((*graph.guards, *asked), key=lambda guard: guard.position)))
             now[ref] = Ref(name)
         sites.append(SwapSite(name, Arguments((ref,)), f"inserted after {ref}", meaning))
     made, output = _recorded(record, graph, sites, function, recorder, on_divergence)
@@ -379,6 +381,18 @@ def insert(
             if isinstance(call, Call) and shares_memory(made.values, (Ref(site.name),), (given,)):
                 raise diverged_error(returns_its_memory(call))
     return made, output
+
+
+def _asked_again(graph: Graph, ref: Ref) -> list[Guard]:
+    """A guard on the shape of a value, where content decides it: a function is recorded for one shape of what it is
+    given, and its result, of which the model's own guard asks from now on, may have the same shape for any.
+    """
+    for guard in graph.guards:
+        if guard.kind == "shape" and ref in guard.refs:
+            sizes = guard.result[guard.refs.index(ref)]
+            position = graph.positions[ref.node] + 1
+            return [evolve(guard, target=Target.of(alias), args=(ref,), kwargs=(), result=(sizes,), position=position)]
+    return []
 
 
 def _recorded(
