@@ -111,9 +111,11 @@ def with_fixed_masks(record: Record) -> Record:
     values: dict[Ref, torch.Tensor] = {}
 
     def chosen(item: Any) -> Any:
-        """An index by a mask as indices, one for each of its axes."""
+        """An index by a mask as indices, one for each of its axes; without axes, it is a Python bool: a new axis."""
         if type(item) is not Ref or item.node in varying or record.values[item].dtype is not torch.bool:
             return (item,)
+        if record.values[item].ndim == 0:
+            return (bool(record.values[item]),)
         found = record.values[item].nonzero(as_tuple=True)
         names = [f"{item.node}_axis_{len(values) + n}" for n in range(len(found))]
         nodes.extend([Const(name, "a mask", TensorSpec.of(tensor)) for name, tensor in zip(names, found, strict=True)])
@@ -126,7 +128,7 @@ def with_fixed_masks(record: Record) -> Record:
             items = tuple([one for item in index for one in chosen(item)])
             node = evolve(node, args=(node.args[0], items), is_dynamic=False)
         nodes.append(node)
-    if not values:
+    if all(node is old for node, old in zip(nodes, graph.nodes, strict=False)):
         return record
     versions = Versions((*record.versions.items(), *[(ref, version_of(tensor)) for ref, tensor in values.items()]))
     return Record(evolve(graph, nodes=tuple(nodes)), {**record.values, **values}, versions, record.draws)

@@ -192,7 +192,10 @@ class BatchedSweep:
 
 def _is_same_metric(before: Record, now: Record) -> bool:
     """True if two captures of a metric compute the same from the same values."""
-    if before.graph != now.graph or before.draws or now.draws:
+    try:
+        if before.graph != now.graph or before.draws or now.draws:
+            return False
+    except ValueError:  # an argument that has no one truth value: an array of numpy's
         return False
     refs = [ref for ref in now.values if not isinstance(now.graph[ref.node], Input)]
     return all(
