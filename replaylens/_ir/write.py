@@ -96,7 +96,7 @@ def mutate(
         if "out" in named
         else function.function(*given, **named)
     )
-    if peek_interpreter_stack() is None or batched is not None:
+    if peek_interpreter_stack() is None or (batched is not None and not torch.compiler.is_compiling()):
         for target, where, value in zip(written, targets, values, strict=True):
             copy = copies[where.base]
             strided = target.layout is torch.strided and not target.is_nested
