@@ -20,7 +20,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._ir.graph import Graph
-from .._ir.memory import version_of
+from .._ir.memory import version_of, with_layout_of
 from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, filled, refs_in, with_leaves
 from .._ir.torch_private import pytree
 from .._ir.trees import freeze_deep, keyed_items, leaves, map_leaves, thaw, walk
@@ -169,6 +169,7 @@ class Batch:
     variants: list[Variant]
     count: int  # of all variants, those among them that are run elsewhere
     memory: float | None = None
+    layout_ends: frozenset[Ref] = frozenset()  # values of which the metric may read how they lie in memory
     program: PreparedProgram = field(init=False)
     departures: dict[int, Departure] = field(factory=dict)
 
@@ -191,7 +192,7 @@ class Batch:
     def run(self, tick: Callable[[int], None]) -> Iterator[tuple[list[int], dict[Ref, Delta]]]:
         """Pass by pass: its variants, and where the output differs. Those that left the recorded path are left out."""
         for chunk in chunks(self.program, self.variants, self.memory):
-            found = run_chunk(self.program, chunk, self.departures.__setitem__)
+            found = run_chunk(self.program, chunk, self.departures.__setitem__, self.layout_ends)
             yield [variant.number for variant in chunk], found
             tick(len(chunk))
 
@@ -218,7 +219,7 @@ class Batch:
 
     def _value(self, found: dict[Ref, Delta], lane: int, ref: Ref) -> torch.Tensor:
         delta, recorded = found.get(ref), self._recorded(ref)
-        return recorded if delta is None else lane_value(delta, lane, recorded)
+        return recorded if delta is None else with_layout_of(lane_value(delta, lane, recorded), recorded)
 
     def _recorded(self, ref: Ref) -> torch.Tensor:
         return self.program.values[self.program.slot[ref]]
