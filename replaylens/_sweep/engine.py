@@ -335,11 +335,12 @@ class _Chunk:
         return next(layout_departures(graph, values, laid, True, readers=self._layout_readers(lane, change)), None)
 
     def _layout_readers(self, lane: int, change: Change) -> LayoutReaders:
-        """Where it matters that a variant's values lie otherwise than the recorded ones. Also where the next change
-        is made of such a value.
+        """Where it matters that a variant's values lie otherwise than the recorded ones. Also where a later change is
+        made of such a value.
         """
-        others = [one for _, one in self.variants[lane].changes if one is not change and one.follows]
-        made_of = [ref for one in others for ref in refs_in(one.tree)]
+        changes = [one for _, one in sorted(self.variants[lane].changes, key=lambda pair: pair[0])]
+        place = next(number for number, one in enumerate(changes) if one is change)
+        made_of = [ref for one in changes[place + 1 :] if one.follows for ref in refs_in(one.tree)]
         return LayoutReaders(self.program.layout_readers, self.layout_ends.union(made_of))
 
     def _value_as_it_lay(self, slot: int, lane: int) -> Tensor:
