@@ -487,9 +487,11 @@ class Program(ProgramBase):
         return self._edited(made, "swap", where, function, **said)
 
     def insert_after(self, where: Any, function: Callable[..., Any], *, on_divergence: str = "raise") -> Program:
-        """The program with a function inserted behind layers: all their readers read its result instead."""
-        said = _divergence_note(on_divergence)
-        made = insert(self._record, self._names.refs(where), function, _recorded, on_divergence)
+        """The program with a function inserted behind layers: all their readers read its result instead. Behind an
+        output (`"output_1"`), the output alone is changed, and not what else the model makes of its value.
+        """
+        (refs, ends), said = self._names.values(where), _divergence_note(on_divergence)
+        made = insert(self._record, refs, ends, function, _recorded, on_divergence)
         return self._edited(made, "insert_after", where, function, **said)
 
     def expand(self, where: Any, *, on_divergence: str = "raise") -> Program:
@@ -513,8 +515,9 @@ class Program(ProgramBase):
 
     def rewire(self, readers: Any, old: Any, *, to: Any, on_divergence: str = "raise") -> Program:
         """The program in which `readers`, layers or the `"output"`, read the value `to` instead of `old`."""
-        words, said = self._names, _divergence_note(on_divergence)
-        made = editing.rewire(self._record, words.readers(readers), words.ref(old), words.ref(to), on_divergence)
+        words, said, old_ref = self._names, _divergence_note(on_divergence), self._names.ref(old)
+        names = words.readers(readers, (old_ref,))
+        made = editing.rewire(self._record, names, old_ref, words.ref(to), on_divergence)
         return self._edited(made, "rewire", readers, old, to=to, **said)
 
     def set_state(self, address: str, value: Any, *, on_divergence: str = "raise") -> Program:
@@ -586,7 +589,7 @@ class Program(ProgramBase):
         return self._edge_programs[edges]
 
     def _with_edge_node(self, edge: Edge) -> Program:
-        parts, readers = self._names.parts(edge.sender), self._names.readers(edge.receiver)
+        parts, readers = self._names.edge(edge.sender, edge.receiver)
         record, output, names = editing.tap(self._record, parts, readers)
         prog = self._derived(record, output)
         name = self._location(edge.sender).name  # what the value is called in other programs

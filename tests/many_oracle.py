@@ -45,7 +45,13 @@ def everything(value: Tensor) -> Tensor:
     return value * 0.75 - 0.125
 
 
-CHANGES: list[Callable[[Tensor], Tensor]] = [first_row, last_column, everything, torch.clone]
+def turned(value: Tensor) -> Tensor:
+    """In another memory layout, where there is one."""
+    laid = value.contiguous() if not value.is_contiguous() or value.dim() < 2 else value.mT.contiguous().mT
+    return laid * 0.75
+
+
+CHANGES: list[Callable[[Tensor], Tensor]] = [first_row, turned, last_column, everything, torch.clone]
 
 
 def variants(prog: rl.Program, most: int = 40) -> dict[Any, Any]:

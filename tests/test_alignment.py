@@ -255,6 +255,23 @@ def few_rows() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
             "the lower triangle": (lambda x: x.tril(), [x]),
             "the upper triangle, far off": (lambda x: x.triu(-600), [of(size + 5, 2048)]),
             "a product with itself": (lambda x: torch.addmm(x[:, : len(x)], x, x.t()), [x]),
+            "scattered to the first": (
+                lambda x, i: x.scatter_reduce(0, i, x, "amax"),
+                [x, torch.zeros(size, 5, dtype=torch.long)],
+            ),
+            "scattered to the last": (
+                lambda x, i, y: x.scatter_reduce(0, i, y, "sum"),
+                [x, torch.full((size, 5), size - 1), of(size, 5)],
+            ),
+            "added to a row": (
+                lambda x, i, y: x.index_add(0, i, y),
+                [x, torch.zeros(size, dtype=torch.long), of(size, 5)],
+            ),
+            "gathered from the first": (
+                lambda x, i: x.gather(0, i),
+                [x, torch.zeros(size, 5, dtype=torch.long)],
+            ),
+            "the first taken": (lambda x, i: x.take_along_dim(i, 0), [x, torch.zeros(size, 1, dtype=torch.long)]),
             "singular values": (torch.linalg.svdvals, [of(size, size)]),
             "isin": (torch.isin, [below(3, size, 3), below(3, size, 3)]),
             "whole numbers, largest so far": (lambda x: x.cummax(0), [below(2, size, 5)]),

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from internals import Call, Ref, detached_views, original_call, problems, prune, replace
 from oracle import assert_same, assert_same_gradients, gradients
 from random_programs import Program, programs
+from torch import nn
 from zoo import MODELS
 
 import replaylens as rl
@@ -251,3 +252,69 @@ def test_a_ref_is_all_that_ties_a_graph_together():
     prog = rl.capture(lambda x: x.exp() + 1, torch.ones(2))
     with pytest.raises(rl.UnlawfulGraph, match="reads nobody, which no earlier node gives"):
         replace(prog.graph, {}, {Ref("exp_1_1"): Ref("nobody")})
+
+
+# ---- edited programs check -------------------------------------------------------------------------------------------
+
+SHAPES_BY_CONTENT = (
+    "attention_in_evaluation", "custom_op", "custom_op_of_a_library", "function_differentiated_twice",
+    "function_in_a_function", "function_of_ones_own", "function_that_gives_its_input_back", "function_under_no_grad",
+    "packed_sequence", "quantized_dynamic", "shapes_that_depend_on_data", "sparse_matrix", "tensors_as_integers",
+)  # fmt: skip
+
+
+def negative(value):
+    return value * -1.5
+
+
+@pytest.mark.parametrize("name", dict.fromkeys((*SHAPES_BY_CONTENT, *sorted(MODELS)[::5])))
+def test_every_edited_program_checks(name, request):
+    if name == "setitem_with_an_index_tensor_scalar":
+        reason = "a patched view is written by itself, so the index by which the model views its base has no effect"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    case = MODELS[name]()
+    try:
+        prog = rl.capture(case.model, *case.args, **case.kwargs)
+        layers = [layer for layer in prog.layers if is_dense_float(layer.value)]
+    except Exception:
+        assert case.refusal
+        return
+    decided = [one for one in layers if one.label in prog.graph and getattr(prog.graph[one.label], "is_dynamic", False)]
+    for layer in (*decided[:2], *layers[len(layers) // 2 :][:1]):
+        with suppress(rl.ReplaylensError):  # an edit may be refused, with its reason
+            patched = prog.with_patch({layer.label: rl.Scale(-1.5)})
+            assert patched.check(), f"{layer.label}\n{patched.check()}"
+        with suppress(rl.ReplaylensError):
+            inserted = prog.insert_after(layer.label, negative)
+            assert inserted.check(), f"{layer.label}\n{inserted.check()}"
+
+
+def is_dense_float(value):
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.is_floating_point()
+
+
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y[y.sum(1) > 0].sum(0)
+
+
+def test_a_function_behind_a_shape_that_content_decides_holds_for_that_shape():
+    torch.manual_seed(0)
+    prog = rl.capture(Chosen(), torch.randn(5, 4))
+    rows, x = len(prog["getitem_1"].value), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    assert len(prog.replay(x)["getitem_1"]) != rows
+
+    def constant_shape(value):  # of the recorded shape, whatever it is given
+        return torch.zeros(rows, 4) + value.sum() / value.shape[0]
+
+    edited = prog.insert_after("getitem_1", constant_shape)
+    assert edited.check() and torch.equal(edited.replay(*prog.inputs).output, edited.output)
+    with pytest.raises(rl.DivergedReplay, match="the shape of getitem_1_4 was"):
+        edited.replay(x)
+    with pytest.raises(rl.ShapeMismatch, match="Give a value of shape"):
+        prog.insert_after("getitem_1", lambda value: value[value.sum(1) > 1e9])

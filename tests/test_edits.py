@@ -765,3 +765,94 @@ def test_a_function_of_a_wrong_shape_is_a_wrong_shape_also_where_content_decides
         prog.insert_after("first", lambda value: value[:2])
     with pytest.raises(rl.errors.ShapeMismatch):
         prog.swap("linear_1", lambda x, *rest: x[:2])
+
+
+# ---- edits at an output of the program -----------------------------------------------------------------------------
+
+
+class Returning(nn.Module):
+    """A model that returns `pick(module, x)`, and reads some of that itself."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.fc, self.scale, self.pick = nn.Linear(2, 2), nn.Parameter(torch.ones(1, 2)), pick
+        self.register_buffer("count", torch.ones(1, 2))
+
+    def forward(self, x):
+        return self.pick(self, x)
+
+
+def and_twice(value):
+    return value, {"twice": value * 2}, value
+
+
+READ_OUTPUTS = {
+    "an input": lambda m, x: (x, m.fc(x)),
+    "a parameter": lambda m, x: (m.scale, m.fc(x) * m.scale),
+    "a buffer": lambda m, x: (m.count, m.fc(x) + m.count),
+    "a buffer that is written": lambda m, x: (m.count.add_(1), m.fc(x) * m.count),
+    "a value that goes on": lambda m, x: and_twice(m.fc(x)),
+    "parts": lambda m, x: (*m.fc(x).chunk(2, -1), m.fc(x).chunk(2, -1)[0] + 1),
+    "one value alone": lambda m, x: m.fc(x),
+    "an input alone": lambda m, x: x,
+    "what is read as a number": lambda m, x: (y := m.fc(x), y * 2 if y.sum() > -99 else y),
+}
+
+
+@pytest.mark.parametrize("name", READ_OUTPUTS)
+def test_an_edit_at_an_output_changes_what_a_patch_there_changes(name):
+    prog = capture(made(Returning, READ_OUTPUTS[name]), torch.ones(1, 2))
+    outputs = [label for label in prog.layer_labels if label.startswith("output")]
+    for label in outputs:
+        short = "_".join(label.split("_")[:2])
+        five = lambda value: value * 0 + 5  # noqa: E731
+        wanted = prog.replay(patch={label: five}).output
+        inserted = prog.insert_after(label, five)
+        assert_same(inserted.output, wanted, "insert_after")
+        assert_same(inserted.replay().output, wanted, "insert_after, replayed")
+        assert inserted.check()
+        assert_same(prog.with_patch({label: five}).output, wanted, "with_patch")
+        assert_same(prog.lesion(label).output, prog.replay(patch={label: rl.Zero()}).output, "lesion")
+        wanted = prog.replay(patch={label: rl.Apply(five) >> rl.Add(1.0)}).output
+        assert_same(inserted.insert_after(short, lambda value: value + 1).output, wanted, "twice")
+    every = rl.where(lambda layer: layer.layer_type in ("linear", "output", "mul"))
+    wanted = prog.replay(patch={every: rl.Add(1.0)}).output
+    assert_same(prog.insert_after(every, lambda value: value + 1).output, wanted, "with the layers before")
+
+
+def test_an_operation_is_not_changed_by_the_name_of_an_output_if_others_read_it():
+    prog = capture(made(Returning, READ_OUTPUTS["a value that goes on"]), torch.ones(1, 2))
+    told = (
+        "output_1_3 is what linear_1_1 gives, and mul_1_2 reads that too. Name the operation, 'linear_1_1', to change "
+        "it for all; to change the output alone: insert_after, with_patch."
+    )
+    assert said(rl.BadEdit, lambda: prog.swap("output_1", torch.zeros_like)) == told
+    assert said(rl.BadEdit, lambda: prog.bypass("output_1")) == told
+    assert_same(prog.bypass("output_2").output, (prog.output[0], {"twice": prog.output[0]}, prog.output[0]))
+    assert_same(prog.swap("fc", lambda x: x).output[1], {"twice": torch.full((1, 2), 2.0)})
+
+
+def test_an_output_that_does_not_read_a_value_is_no_reader_of_it():
+    prog = capture(made(Returning, READ_OUTPUTS["a value that goes on"]), torch.ones(1, 2))
+    told = "output_2_4 does not read linear_1_1: it is mul_1_2."
+    assert said(rl.BadEdit, lambda: prog.rewire("output_2", "fc", to="input_1")) == told
+    assert said(rl.BadEdit, lambda: prog.with_patch({rl.Edge("fc", "output_2"): rl.Zero()})) == told
+    assert_same(prog.rewire("output_1", "fc", to="input_1").output[0], torch.ones(1, 2))
+
+
+def test_an_edge_to_one_output_leaves_the_other_parts_alone():
+    prog = capture(made(Returning, lambda m, x: m.fc(x).chunk(2, -1)), torch.ones(1, 2))
+    first, second = prog.output
+    for number, wanted in ((1, (first + 1, second)), (2, (first, second + 1))):
+        edge = rl.Edge("chunk_1", f"output_{number}")
+        assert_same(prog.replay(patch={edge: rl.Add(1.0)}).output, wanted)
+        assert_same(prog.with_patch({edge: rl.Add(1.0)}).output, wanted)
+    assert_same(prog.replay(patch={rl.Edge("chunk_1", "output"): rl.Add(1.0)}).output, (first + 1, second + 1))
+
+
+def test_an_edge_to_an_operation_and_one_of_two_outputs_is_refused():
+    pick = lambda m, x: (*(parts := m.fc(x).chunk(2, -1)), parts[0] * 2)  # noqa: E731
+    prog = capture(made(Returning, pick), torch.ones(1, 2))
+    assert said(rl.BadEdit, lambda: prog.replay(patch={rl.Edge("chunk_1", ["mul_1", "output_1"]): rl.Zero()})) == (
+        "chunk_1_2[1] is an output too, which ('mul_1', 'output_1') does not name. Give an edge for each of them."
+    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -298,3 +301,210 @@ def test_variants_that_alter_no_answer_run_together(name, grad):
     several = FAITHFUL if name != "memory" else {**FAITHFUL, "another": WHOLE["another"], "nothing": WHOLE["nothing"]}
     variants = {(what, site): {site: make(other, site)} for what, make in several.items() for site in sites}
     assert prog.replay_many(variants, dry=True).plan.variants == len(variants)
+
+
+# -- how values lie in memory --------------------------------------------------------------------------------------------
+
+
+class Behind(nn.Module):
+    """A function behind a linear layer and a module that hooks can be on."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.site, self.function = nn.Linear(4, 4), nn.Identity(), function
+
+    def forward(self, x):
+        return self.function(self.site(self.first(x) * 1))
+
+
+def written(view):
+    """A function that writes through a view, or what may be one, of its own copy."""
+
+    def function(h):
+        h = h.softmax(0)
+        view(h)[::2].mul_(-3.0)
+        return h
+
+    function.__name__ = view.__name__
+    return function
+
+
+THROUGH = {
+    "reshape": lambda h: h.reshape(-1),
+    "reshape to more axes": lambda h: h.reshape(-1, 2),
+    "flatten": lambda h: h.flatten(),
+    "flatten of some rows": lambda h: h[1:].flatten(),
+    "ravel": lambda h: h.ravel(),
+    "view": lambda h: h.view(-1),
+    "reshape_as": lambda h: h.reshape_as(torch.empty(2, 6)),
+    "view_as": lambda h: h.view_as(torch.empty(6, 2)),
+    "contiguous": lambda h: h.contiguous(),
+    "to": lambda h: h.to(torch.float32),
+    "a copy of a transposed one": lambda h: h.t().reshape(-1),
+    "twice": lambda h: h.t().t().flatten().narrow(0, 1, 5),
+}
+
+
+@pytest.mark.parametrize("way", THROUGH)
+def test_writes_through_what_may_be_a_view_or_a_copy_are_those_of_the_model(way):
+    torch.manual_seed(0)
+    model, x = Behind(written(THROUGH[way])).eval(), torch.randn(3, 4)
+    prog = rl.capture(model, x)
+    factors = (0.5, -1.5, 0.0, 1.0)
+    for name in ("first.weight", "first.bias"):
+        found = prog.replay_many({k: {name: rl.Scale(k)} for k in factors})
+        for k in factors:
+            other = copy.deepcopy(model)
+            with torch.no_grad():
+                other.get_parameter(name).mul_(k)
+                torch.testing.assert_close(found[k], other(x))
+        assert not any(note.startswith("mul") for note in found.one_by_one)  # the write itself is one for all
+    columns = {n: {"site": rl.Set(2.0, "a [b]", b=n)} for n in range(4)}
+    found = prog.replay_many(columns)
+    for n, patch in columns.items():
+        torch.testing.assert_close(found[n], prog.replay(patch=patch).output)
+        with hook(model.site, lambda o, n=n: torch.where(torch.arange(4) == n, 2.0, o)), torch.no_grad():
+            torch.testing.assert_close(found[n], model(x))
+
+
+@contextmanager
+def hook(module, change):
+    handle = module.register_forward_hook(lambda module, args, output: change(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.library.custom_op("many_tests::by_layout", mutates_args=())
+def by_layout(x: torch.Tensor) -> torch.Tensor:
+    return x * (2.0 if x.is_contiguous() else 3.0)
+
+
+class WritesInside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        x.reshape(-1)[::2] = 5.0
+        return x
+
+
+LAID = {
+    "turned": lambda o: (o * 2).t().contiguous().t(),
+    "dense": lambda o: o.contiguous() * 2,
+    "with gaps": lambda o: torch.stack((o, o * 3), -1)[..., 1],
+    "expanded": lambda o: o[:, :1].expand(o.shape),
+}
+READING = {
+    "dropout": lambda h: F.dropout(h, 0.5, True),
+    "dropout behind others": lambda h: F.dropout(h.relu() + 1, 0.5, True),
+    "dropout of a turned one": lambda h: F.dropout(h.t(), 0.5, True),
+    "dropout of an expanded one": lambda h: F.dropout(h[:, :1].expand(h.shape[0], 7), 0.5, True),
+    "dropout of windows": lambda h: F.dropout(h.unfold(1, 2, 1), 0.5, True),
+    "alpha_dropout": lambda h: F.alpha_dropout(h, 0.5, True),
+    "rand_like": lambda h: h + torch.rand_like(h),
+    "randint_like": lambda h: h + torch.randint_like(h, 9),
+    "normal_": lambda h: (h * 1).normal_() + h,
+    "exponential_ of a clone": lambda h: h.clone().exponential_() + h,
+    "uniform_ of an empty one": lambda h: torch.empty_like(h).uniform_() + h,
+    "an operator of a library": lambda h: by_layout(h),
+    "a function of autograd": lambda h: WritesInside.apply(h),
+}
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("what", READING)
+def test_what_reads_the_memory_of_a_patched_value_reads_it_as_the_patch_laid_it(what, is_turned):
+    torch.manual_seed(0)
+    turn = (lambda h: h.t().contiguous().t() * 1) if is_turned else (lambda h: h)
+    model, x = Behind(READING[what]), torch.randn(3, 4)
+    model.site.forward = turn
+    torch.manual_seed(1)
+    prog = rl.capture(model, x)
+    changes = {**LAID, "scaled": lambda o: o * 2.0}
+    patches = {name: {"site": rl.Scale(2.0) if name == "scaled" else change} for name, change in changes.items()}
+    found = prog.replay_many(patches)
+    for name, change in changes.items():
+        torch.manual_seed(1)
+        with hook(model.site, change), torch.no_grad():
+            wanted = model(x)
+        torch.testing.assert_close(found[name], wanted, msg=f"{what}, {name}")
+        torch.testing.assert_close(found[name], prog.replay(patch=patches[name]).output)
+
+
+def test_patches_in_another_layout_before_the_dropout_of_a_transformer():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True, norm_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(), torch.randn(2, 3, 4)
+    prog = rl.capture(model, x)
+    sites = [layer.label for layer in prog.layers if layer.layer_type != "output" and layer.value.dim() > 1]
+    patches = {site: {site: lambda value: value.contiguous() * 0.5} for site in sites}
+    found = prog.replay_many(patches)
+    for site, patch in patches.items():
+        torch.testing.assert_close(found[site], prog.replay(patch=patch).output, msg=site)
+
+
+def of_softmax(h):
+    h = h.softmax(0)
+    h.reshape(-1)[::3] = 5.0
+    return h
+
+
+def of_a_clone(h):
+    h = h.clone()
+    h.reshape(-1)[::3] = 5.0
+    return h
+
+
+def by_contiguity(h):
+    return h * 2 if h.is_contiguous() else h * 3
+
+
+@pytest.mark.parametrize("function", [of_softmax, of_a_clone, by_contiguity])
+def test_functions_of_the_users_see_each_variant_as_its_replay_lays_it(function):
+    torch.manual_seed(0)
+    prog = rl.capture(Behind(torch.sin), torch.randn(3, 4))
+    patches = {k: {"first.weight": rl.Scale(k)} for k in (0.5, -1.0, 2.0)}
+    patches |= {name: {"first": change} for name, change in LAID.items()}
+    for edited in (prog.swap("sin_1", function), prog.with_patch({"sin_1": function})):
+        possible = {key: patch for key, patch in patches.items() if gives(edited, patch)}
+        assert len(possible) > 4
+        assert_replays(edited, possible)
+    assert_replays(prog, {key: {**patch, "sin_1": function} for key, patch in patches.items()})
+    with pytest.raises(rl.ReplaylensError, match="wrote into a copy"):
+        prog.swap("sin_1", of_a_clone).replay_many({"turned": {"first": LAID["turned"]}})
+
+
+def gives(prog, patch):
+    try:
+        return prog.replay(patch=patch) is not None
+    except rl.ReplaylensError:
+        return False
+
+
+def assert_replays(prog, patches, metric=None):
+    found = prog.replay_many(patches, metric)
+    for key, patch in patches.items():
+        output = prog.replay(patch=patch).output
+        wanted = output if metric is None else torch.as_tensor(metric(output.detach().clone()))
+        torch.testing.assert_close(found[key], wanted, msg=str(key), check_dtype=False)
+
+
+METRICS = {
+    "writes": lambda y: of_a_clone(y).sum(),
+    "writes its argument": lambda y: y.reshape(-1)[::3].mul_(-3).sum() + y.sum(),
+    "asks": lambda y: by_contiguity(y).sum(),
+    "in Python": lambda y: of_a_clone(y).sum().item(),
+    "asks in Python": lambda y: by_contiguity(y).sum().item(),
+}
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(
+    "last", [torch.sin, torch.t, lambda h: h[:, 1:3], lambda h: h[:, :1].expand(3, 4), lambda h: h.softmax(0)]
+)
+def test_metrics_see_each_output_as_its_replay_lays_it(metric, last):
+    torch.manual_seed(0)
+    prog = rl.capture(Behind(last), torch.randn(3, 4))
+    patches = {k: {"first.weight": rl.Scale(k)} for k in (0.5, -1.0, 2.0)}
+    assert_replays(prog, patches | {name: {"first": change} for name, change in LAID.items()}, METRICS[metric])

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo import MODELS
 
 import replaylens as rl
 from tests.oracle import assert_same
@@ -1163,3 +1164,73 @@ def test_a_fresh_replay_from_a_layer_draws_the_same_whatever_was_patched_there_b
     assert after.executed == first.executed
     assert_same(after.output, first.output)
     assert_same(left, left_first)
+
+
+# ---- a recorded state that is a value of the program ---------------------------------------------------------------
+
+
+def with_a_recorded_state():
+    """A program that draws again when it takes a gradient, from a state that is one of its constants."""
+    case = MODELS["checkpoint_that_the_forward_differentiates"]()
+    prog = rl.capture(case.model, *case.args)
+    (label,) = [label for label in prog.layer_labels if label.startswith("constant") and prog[label].shape == (5056,)]
+    return prog, label
+
+
+def with_bytes(state, at, number):
+    made = state.clone()
+    made[at : at + 4] = torch.tensor(list(number.to_bytes(4, "little")), dtype=torch.uint8)
+    return made
+
+
+NO_STATES = {
+    "zeros": torch.zeros_like,
+    "all bits": lambda state: torch.full_like(state, 255),
+    "a place behind the block": lambda state: with_bytes(with_bytes(state, 8, 624), 16, 624),
+    "none left": lambda state: with_bytes(state, 8, 0),
+    "not seeded": lambda state: with_bytes(state, 12, 0),
+}
+
+
+@pytest.mark.parametrize("name", NO_STATES)
+def test_what_is_no_state_of_a_generator_never_reaches_torch(name):
+    prog, label = with_a_recorded_state()
+    state = NO_STATES[name](prog[label].value)
+    told = r"is none: number \d+ of 624 would come next, with -?\d+ left(?s:.*)Give what `torch.Generator"
+    ways = {
+        "replay": lambda: prog.replay(patch={label: state}),
+        "ignoring": lambda: prog.replay(patch={label: state}, on_divergence="ignore"),
+        "fresh": lambda: prog.replay(patch={label: lambda value: state}, rng="fresh", on_divergence="ignore"),
+        "with_patch": lambda: prog.with_patch({label: state}),
+        "insert_after": lambda: prog.insert_after(label, lambda value: state),
+        "function": lambda: prog.function([label])(state),
+        "slice": lambda: prog.slice(label)(state),
+        "sweep": lambda: prog.replay_many({"one": {label: state}, "other": {label: prog[label].value}}),
+    }
+    for way in ways.values():
+        with pytest.raises(rl.BadPatch, match=told):
+            way()
+    with pytest.raises(rl.BadPatch) as caught:
+        ways["replay"]()
+    note = "raised by node grad_1_10"
+    assert note in getattr(caught.value, "__notes__", [note])[0]  # Python 3.10 has no notes
+
+
+def test_any_state_of_a_generator_may_stand_for_the_recorded_one_however_it_lies():
+    prog, label = with_a_recorded_state()
+    states = [torch.Generator().manual_seed(seed).get_state() for seed in range(4)]
+    outputs = [prog.replay(patch={label: state}).output for state in states]
+    assert not torch.equal(outputs[0], outputs[1])
+    rows, columns = torch.stack(states), torch.stack(states, 1)
+    for number, output in enumerate(outputs):
+        assert torch.equal(prog.replay(patch={label: rows[number]}).output, output)
+        assert torch.equal(prog.replay(patch={label: columns[:, number]}, on_divergence="ignore").output, output)
+    found = prog.replay_many({number: {label: state} for number, state in enumerate(states)})
+    assert torch.equal(found.values, torch.stack(outputs))
+
+
+def test_a_state_that_differs_from_sample_to_sample_is_refused():
+    prog, label = with_a_recorded_state()
+    states = torch.stack([torch.Generator().manual_seed(seed).get_state() for seed in range(2)])
+    with pytest.raises(rl.BadPatch, match="it differs from sample to sample"):
+        torch.func.vmap(prog.function([label]), randomness="same")(states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from test_many import Attention, last_logits
@@ -217,6 +218,7 @@ def test_nothing_of_the_program_or_the_generators_changes():
 
 
 CHOSEN, ANSWERS, MASK = torch.arange(3), torch.tensor([1, 0, 4]), torch.tensor([True, False, True])
+YES, NO = torch.tensor(True), torch.tensor(False)
 INDEXING = {
     "tensors": lambda y: y[CHOSEN, -1, ANSWERS].mean(),
     "tensors_made_there": lambda y: y[torch.arange(3), -1, torch.tensor([1, 0, 4])],
@@ -231,6 +233,21 @@ INDEXING = {
     "a_slice_to_a_tensor": lambda y: y[:, : ANSWERS[2]].sum(),
     "a_list_of_a_tensor": lambda y: sum(y[n, -1, answer] for n, answer in enumerate(ANSWERS.tolist())),
     "a_branch_on_a_mask": lambda y: y.sum() if MASK.any() else y.mean(),
+    "a_mask_without_axes": lambda y: y[YES].sum(),
+    "a_mask_without_axes_whole": lambda y: y[YES],
+    "a_mask_without_axes_that_is_false": lambda y: y[NO],
+    "a_python_bool": lambda y: y[True],
+    "a_python_bool_that_is_false": lambda y: y[False],
+    "a_mask_without_axes_and_a_tensor": lambda y: y[YES, ANSWERS % 3],
+    "a_tensor_and_a_mask_without_axes": lambda y: y[CHOSEN, YES],
+    "a_mask_without_axes_and_a_slice": lambda y: y[YES, 1:],
+    "a_mask_without_axes_behind_an_ellipsis": lambda y: y[..., YES],
+    "a_mask_without_axes_between": lambda y: y[MASK, YES, :, ANSWERS[1:]],
+    "a_mask_without_axes_and_a_mask": lambda y: y[YES, MASK],
+    "two_masks_without_axes": lambda y: y[YES, YES] + y[YES, True],
+    "a_mask_without_axes_made_there": lambda y: y[MASK.any()],
+    "a_mask_without_axes_of_a_number": lambda y: y.sum()[YES],
+    "a_mask_of_three_axes": lambda y: y[None, (MASK[:, None, None] & (torch.arange(5) > 1)).expand(3, 4, 5)],
     "several": lambda y: {"a": y[CHOSEN, -1, ANSWERS], "b": y[MASK]},
 }
 
@@ -245,7 +262,16 @@ def test_a_metric_that_indexes_by_tensors_of_its_own_runs_for_all_at_once(name):
     for key in found:
         wanted = metric(prog.replay(patch={key[0]: rl.Zero("b [t] d", t=key[1])}).output)
         for got, one in zip(*[torch.utils._pytree.tree_leaves(tree) for tree in (found[key], wanted)], strict=True):
-            assert torch.allclose(got, one)
+            assert got.shape == one.shape and torch.allclose(got, one)
+
+
+def test_metrics_that_index_by_arrays_of_numpy_follow_one_another():
+    torch.manual_seed(2)
+    model, x = nn.Linear(4, 5), torch.randn(3, 4)
+    prog, variants = rl.capture(model, x), {k: {"linear_1": rl.Scale(k)} for k in (1.0, 2.0)}
+    for mask in ([True, False, True], [True, True, False]):
+        found = rl.sweep(prog, variants=variants, metric=lambda y, mask=mask: y[np.array(mask)].sum())
+        assert found.values.tolist() == pytest.approx([(model(x) * k)[mask].sum().item() for k in variants])
 
 
 class Tapped(nn.Module):

@@ -205,6 +205,36 @@ def with_strides(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch
     return tensor if overlaps_itself(place) else place.zero_().copy_(tensor)  # in a way that gradients can go
 
 
+def with_layout_of(tensor: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """The tensor in the memory layout of another one, of which elements may share memory; unchanged where its own
+    elements that would share memory differ.
+    """
+    if tensor.stride() == recorded.stride() or not recorded.numel():
+        return tensor
+    shape, strides = tuple(recorded.shape), recorded.stride()
+    if not overlaps_itself(recorded):
+        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    at = torch.arange(span(recorded), device=tensor.device).as_strided(shape, strides)
+    flat = tensor.new_zeros(span(recorded))
+    flat[at.flatten()] = tensor.flatten()
+    made = flat.as_strided(shape, strides)
+    return made if same(made, tensor) else tensor
+
+
+def stack_with_layout_of(stack: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor | None:
+    """Tensors stacked in front, one after the other in memory, each in the memory layout of the recorded one; None
+    where elements of that share memory.
+    """
+    if not recorded.numel():
+        return stack
+    if overlaps_itself(recorded):
+        return None
+    strides = (span(recorded), *recorded.stride())
+    if stack.stride() == strides:
+        return stack
+    return torch.empty_strided(tuple(stack.shape), strides, dtype=stack.dtype, device=stack.device).copy_(stack)
+
+
 def in_layout_of(old: Any, new: Any) -> Any:
     """The new tensor in the memory layout of the old one, whose gaps keep their content, as `as_strided` may read them.
     Gradients flow to the new tensor.

@@ -135,8 +135,9 @@ class Quirk(enum.Enum):
 
     # never batched by rows: `masked_scatter`, and `index_put` with a mask, continue in their source where the last
     # row ended (so does vmap of torch 2.13, wrongly); the offsets of `embedding_bag` say where bags begin and end;
-    # the lengths of `ctc_loss` and pivots of `lu_unpack` are not compared with what there is, and end the process
-    MIXES_ROWS = "masked_scatter index_put embedding_bag ctc_loss lu_unpack"
+    # the lengths of `ctc_loss` and pivots of `lu_unpack` are not compared with what there is, and end the process;
+    # `isin` looks among all rows, which shows only where a trial has the same whole number in two of them
+    MIXES_ROWS = "masked_scatter index_put embedding_bag ctc_loss lu_unpack isin"
     WRONG_UNDER_VMAP = "masked_scatter"
 
     COPY = "clone copy _to_copy lift lift_fresh_copy contiguous _reshape_copy"

@@ -9,7 +9,8 @@ every edit checks what it made. The laws:
 - a call that runs others again stands behind them;
 - `Write` and `InnerGradient` have the arguments that their classes describe, and no other call runs `mutate`.
 
-One more holds of captured graphs only: each shape that depends on content has a guard (`unguarded_shapes`).
+One more holds of captured graphs and of edited ones: each shape that depends on content has a guard, which a patch
+takes over from the value that it stands for (`unguarded_shapes`).
 """
 
 from __future__ import annotations
@@ -121,10 +122,20 @@ def _guards_are_in_place(graph: Graph) -> Iterator[Problem]:
 
 
 def unguarded_shapes(graph: Graph) -> Iterator[Problem]:
-    """Shapes that depend on content and that no guard checks: a captured program has none."""
+    """Shapes that depend on content and that no guard checks: a program has none. A patch gives a value of the same
+    shape, and the model's Python reads that of the patch.
+    """
     asked = {ref for guard in graph.guards if guard.kind == "shape" for ref in guard.refs}
+    patches = {call.edits: call for call in graph.calls if call.edits is not None}
+
+    def is_asked(call: Call) -> bool:
+        patch = patches.get(call.name)
+        if patch is None:
+            return asked.issuperset(specs_of(call))
+        return not asked.isdisjoint(specs_of(patch)) or is_asked(patch)
+
     for call in graph.calls:
-        if call.is_dynamic and not asked.issuperset(specs_of(call)):
+        if call.is_dynamic and not is_asked(call):
             yield Problem(call.name, "guard", "gives a shape that content decides, and no guard asks for it")
 
 

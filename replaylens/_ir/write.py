@@ -20,7 +20,7 @@ from .memory import writable_copy
 from .node import Call, Ref, value_of
 from .runtime import blank, blank_filled, fill_new, in_old_layout
 from .target import Target
-from .torch_private import is_batched, peek_interpreter_stack
+from .torch_private import is_batched, is_wrapped, peek_interpreter_stack, unwrapped
 from .trees import Branch, leaves, thaw
 
 
@@ -96,11 +96,11 @@ def mutate(
         if "out" in named
         else function.function(*given, **named)
     )
-    if peek_interpreter_stack() is None:
+    if peek_interpreter_stack() is None or (batched is not None and not torch.compiler.is_compiling()):
         for target, where, value in zip(written, targets, values, strict=True):
             copy = copies[where.base]
             strided = target.layout is torch.strided and not target.is_nested
-            if value is None and strided and target.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr():
+            if value is None and strided and _address(target) != _address(copy):
                 raise ReplaylensError(
                     f"{function.short} wrote into a copy: on these values, a view of what it writes is a copy"
                 )
@@ -148,6 +148,13 @@ def _call_with_out(out: Any, function: Target, args: tuple[Any, ...], kwargs: di
         for target, value in pairs:
             target.copy_(value)
     return out
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the storage of a tensor begins, beneath all transforms."""
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    return tensor.untyped_storage().data_ptr()
 
 
 def _derive(copies: tuple[torch.Tensor, ...], view: DerivedView) -> torch.Tensor:

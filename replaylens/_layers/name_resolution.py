@@ -6,7 +6,7 @@ works on. Patches, values and Programs are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -36,7 +36,11 @@ class NameResolver:
     def operations(self, key: Any) -> list[str]:
         """The nodes that a key means. A module is accepted only if it has a single operation, not for its last one."""
         found: list[str] = []
-        for site in self.sites(key):
+        places = tuple(self.sites(key))
+        named = {one.node for site in places if site.output is None for one in site.each}
+        for site in places:
+            if site.output is not None and site.node not in named:
+                self._require_read_by_output_alone(site)
             every = [call for call in self.index.graph.calls if self._runs_in(call, site)]
             inside = [call.name for call in every if not _is_output_alias(call)]
             if len(inside) > 1:
@@ -54,9 +58,28 @@ class NameResolver:
             return False
         return any(site.name in (scope.address, str(scope)) for scope in call.scope.stack)
 
-    def refs(self, key: Any) -> list[Ref]:
-        """The values that a key means; each location must give one tensor."""
-        return [self._single(one) for site in self.sites(key) for one in site.each]
+    def _require_read_by_output_alone(self, site: Location) -> None:
+        """Raises if the operation behind an output of the program gives something that others read too."""
+        graph, node = self.index.graph, self.index.graph[site.node]
+        users = [graph.nodes[position].name for position in graph.users[graph.positions[site.node]]]
+        ends = [one.label for one in self.index.places if one.output is not None and one.node == site.node]
+        asked = ["a guard"] * any(ref.node == site.node for guard in graph.guards for ref in guard.refs)
+        held = [f"the state {address}" for address, ref in graph.changes if ref.node == site.node]
+        others = [*users, *[label for label in ends if label != site.label], *asked, *held]
+        if isinstance(node, Call) and others:
+            raise BadEdit(
+                f"{site.label} is what {site.node} gives, and {others[0]} reads that too. Name the operation, "
+                f"{site.node!r}, to change it for all; to change the output alone: insert_after, with_patch."
+            )
+
+    def values(self, key: Any) -> tuple[list[Ref], list[Ref]]:
+        """The values that a key means: those of layers, and those that only the program's output reads. Each location
+        must give one tensor.
+        """
+        places = [(one, self._single(one)) for site in self.sites(key) for one in site.each]
+        return [ref for one, ref in places if one.output is None], [
+            ref for one, ref in places if one.output is not None
+        ]
 
     def ref(self, name: Any) -> Ref:
         """The value of a layer that gives one tensor."""
@@ -66,10 +89,27 @@ class NameResolver:
         """All values of a layer."""
         return tuple(refs_in(self.index.find(name).tree(self.index.graph)))
 
-    def readers(self, names: Any) -> list[str]:
-        """The nodes with these names, where `"output"` is the output of the program."""
+    def readers(self, names: Any, refs: Sequence[Ref]) -> list[str]:
+        """The nodes with these names that read some values, where `"output"` is the output of the program."""
         found = [self.index.find(name) if name != OUTPUT else None for name in as_list(names)]
+        for place in found:
+            if place is not None and place.output is not None and place.output not in refs:
+                raise BadEdit(f"{place.label} does not read {refs[0].node}: it is {place.output}.")
         return [OUTPUT if place is None or place.output is not None else place.node for place in found]
+
+    def edge(self, sender: Any, receiver: Any) -> tuple[tuple[Ref, ...], list[str]]:
+        """The values of a sender that its receivers read, and the receivers."""
+        refs = self.parts(sender)
+        readers = self.readers(receiver, refs)
+        if OUTPUT in as_list(receiver) or OUTPUT not in readers:
+            return refs, readers
+        wanted = {self.index.find(name).output for name in as_list(receiver)} - {None}
+        others = [ref for ref in self.index.graph.output_refs if ref in refs and ref not in wanted]
+        if others and set(readers) != {OUTPUT}:
+            raise BadEdit(
+                f"{others[0]} is an output too, which {receiver!r} does not name. Give an edge for each of them."
+            )
+        return tuple([ref for ref in refs if ref not in others]), list(dict.fromkeys(readers))
 
     def starts(self, names: Any) -> list[Any] | None:
         """The values at which a slice begins; None for the inputs of the program."""

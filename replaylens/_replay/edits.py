@@ -23,7 +23,17 @@ from .._edit.edges import OUTPUT, bypassed, rewired, with_edge_nodes
 from .._edit.expand import as_called, expand as expanded
 from .._edit.lower import keeping_layouts, lower
 from .._edit.patch import Patch, keeps_layout
-from .._edit.rewrite import Splice, replace, splice, spliced_leaf, spliced_names, unread_sources, without
+from .._edit.rewrite import (
+    Splice,
+    insert_after,
+    replace,
+    rewire as rewire_readers,
+    splice,
+    spliced_leaf,
+    spliced_names,
+    unread_sources,
+    without,
+)
 from .._edit.slice import slice_of
 from .._edit.unwrite import with_plain_call
 from .._ir.equality import REARRANGED, REARRANGED_NARROW, is_close_number, same_content
@@ -326,13 +336,18 @@ def is_call_of(node: Node, function: Callable[..., Any]) -> bool:
 def insert(
     record: Record,
     refs: Iterable[Ref],
+    ends: Iterable[Ref],
     function: Callable[..., Any],
     recorder: Recorder,
     on_divergence: str = "raise",
 ) -> tuple[Record, Any]:
-    """A function behind some values: all their readers read its result instead."""
+    """A function behind some values: all their readers read its result instead. Behind those in `ends`, only the
+    output of the program does.
+    """
     graph, sites = record.graph, []
-    for ref in refs:
+    now: dict[Ref, Ref] = {}  # what the output gives by then
+    for ref, is_end in (*[(ref, False) for ref in refs], *[(ref, True) for ref in ends]):
+        ref = now.get(ref, ref)
         node = graph[ref.node]
         if isinstance(node, Call) and on_divergence == "raise":
             for departure in aliasing_hazards(node, False):
@@ -350,8 +365,14 @@ def insert(
             scope=node.scope if isinstance(node, Call) else None,
             source=node.source if isinstance(node, Call) else None,
         )
-        kept = {"module_outputs": graph.module_outputs, "changes": graph.changes}
-        graph = replace(graph, {node.name: (node, place)}, {ref: Ref(name)}, **kept)
+        if is_end:
+            graph = rewire_readers(insert_after(graph, node.name, (place,)), (OUTPUT,), {ref: Ref(name)})
+        else:
+            kept = {"module_outputs": graph.module_outputs, "changes": graph.changes}
+            asked = _asked_again(graph, ref)
+            graph = replace(graph, {node.name: (node, place)}, {ref: Ref(name)}, **kept)
+            graph = evolve(graph, guards=tuple(sorted((*graph.guards, *asked), key=lambda guard: guard.position)))
+            now[ref] = Ref(name)
         sites.append(SwapSite(name, Arguments((ref,)), f"inserted after {ref}", meaning))
     made, output = _recorded(record, graph, sites, function, recorder, on_divergence)
     if on_divergence == "raise" and detached_views(made.graph, ()):
@@ -360,6 +381,18 @@ def insert(
             if isinstance(call, Call) and shares_memory(made.values, (Ref(site.name),), (given,)):
                 raise diverged_error(returns_its_memory(call))
     return made, output
+
+
+def _asked_again(graph: Graph, ref: Ref) -> list[Guard]:
+    """A guard on the shape of a value, where content decides it: a function is recorded for one shape of what it is
+    given, and its result, of which the model's own guard asks from now on, may have the same shape for any.
+    """
+    for guard in graph.guards:
+        if guard.kind == "shape" and ref in guard.refs:
+            sizes = guard.result[guard.refs.index(ref)]
+            position = graph.positions[ref.node] + 1
+            return [evolve(guard, target=Target.of(alias), args=(ref,), kwargs=(), result=(sizes,), position=position)]
+    return []
 
 
 def _recorded(

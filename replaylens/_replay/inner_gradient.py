@@ -19,6 +19,7 @@ from .._ir.torch_private import peek_interpreter_stack
 from .._ir.trees import map_leaves
 from .compile import CompiledGraph
 from .plan import plan
+from .rng_stream import checked_state
 from .runner import Patches, Values, run
 
 Tensors = tuple[torch.Tensor, ...]
@@ -49,6 +50,7 @@ def differentiate(
     `reached` says which gradients existed when recorded: where that differs now, the model would raise, or get None
     instead of a tensor, which it may branch on.
     """
+    states = {key: checked_state(state) for key, state in states.items()}
     stretch = _Stretch(graph, starts, others, cotangents, states, patches)
     if is_alive and there and not patches and _has_live_history(*there):
         found = torch.autograd.grad(*there, list(cotangents), create_graph=True, allow_unused=True)

@@ -12,27 +12,30 @@ something to find.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from .._ir.graph import Graph
 from .._ir.interrupts import exclusive_generator
 from .._ir.memory import overlaps_itself
-from .._ir.node import SAME_TENSOR, Call, Guard, Ref, TensorSpec, filled, refs_in, refs_of, specs_of
+from .._ir.node import SAME_TENSOR, Call, Guard, Ref, Source, TensorSpec, filled, refs_in, refs_of, specs_of
 from .._ir.ops import Quirk, op_info
 from .._ir.runtime import addresses_memory, exception_name, exception_text
+from .._ir.target import Target
 from .._ir.torch_private import OpOverload, is_wrapped
-from .._ir.trees import part_at
+from .._ir.trees import leaves, part_at
 from .._ir.write import Write
 from ..errors import ReplaylensError
 from .guards import Departure, changed_answer, guard_text
 from .rng_stream import has_own_generator
 
 Tensors = Mapping[Ref, torch.Tensor]
+_KNOWN = ("torch.", "replaylens.", "builtins.", "_operator.", "operator.")
 _RAISED = ("exception", "message")
 UNKNOWN_LAYOUT = "not known on this memory layout"
 
@@ -54,11 +57,13 @@ def layout_departures(
     given: Tensors,
     up_to_rounding: bool = False,
     fixed: Set[Ref] = frozenset(),
+    readers: LayoutReaders | None = None,
 ) -> Iterator[Departure]:
     """Answers that the memory layout of the given tensors changes, and calls that now give views of written memory."""
     other = {ref: tensor for ref, tensor in given.items() if has_other_layout(graph, recorded, ref, tensor)}
     if other:
-        yield from LayoutWalk(graph, recorded, other, up_to_rounding, fixed=fixed | given.keys()).departures()
+        walk = LayoutWalk(graph, recorded, other, up_to_rounding, fixed=fixed | given.keys(), readers=readers)
+        yield from walk.departures()
 
 
 def edit_layout_departures(
@@ -109,6 +114,14 @@ def _called(node: Guard | Call, value_of: Callable[[Ref], torch.Tensor]) -> Any:
     return node.target.function(*[filled(arg, value_of) for arg in node.args], **kwargs)
 
 
+@frozen
+class LayoutReaders:
+    """Where it matters how values lie, if the calls themselves are to run on values that lie as the recorded ones."""
+
+    calls: Set[str] = frozenset()  # the names of calls
+    values: Set[Ref] = frozenset()  # values that leave the program
+
+
 class LayoutWalk:
     """One walk over a graph in which some values have another layout."""
 
@@ -120,10 +133,12 @@ class LayoutWalk:
         up_to_rounding: bool = False,
         strides: Mapping[Ref, tuple[int, ...] | None] = MappingProxyType({}),
         fixed: Set[Ref] = frozenset(),
+        readers: LayoutReaders | None = None,
     ) -> None:
         self.graph, self.recorded, self.up_to_rounding = graph, recorded, up_to_rounding
         self.fixed = fixed  # given values: their layout does not follow from their operands
         self.strides = strides  # of an edited graph: recorded strides that differ from the specs
+        self.readers = readers or LayoutReaders()
         self.meanings = {ref: meaning for node in graph.nodes for ref, meaning in specs_of(node).items()}
         self.other = {ref: tensor.detach() for ref, tensor in other.items()}
         self.zeros: dict[Ref, torch.Tensor] = {}  # for recorded values that were not kept
@@ -136,7 +151,8 @@ class LayoutWalk:
         caught = [guard for guard in self.graph.guards if guard.kind in _RAISED or exposes_memory(guard)]
         asked = [guard for guard in self.graph.asked if guard.kind == "layout"]
         questions = sorted((*asked, *caught), key=lambda guard: guard.position)
-        if not questions and not depends_on_layout(self.graph):
+        has_readers = bool(self.readers.calls or self.readers.values)
+        if not questions and not has_readers and not depends_on_layout(self.graph):
             return []
         with exclusive_generator():
             state = torch.default_generator.get_state()
@@ -158,6 +174,7 @@ class LayoutWalk:
                 yield from self._follow(node)
         for guard in questions:
             yield from self._ask(guard)
+        yield from self._reader_departures("what leaves the program", self.readers.values, None)
 
     def of_computed(self, now: Tensors) -> Iterator[Departure]:
         """The same without the questions, where all values are known: nothing runs again."""
@@ -225,6 +242,8 @@ class LayoutWalk:
             self.unknown.update(gives)
             return
         try:
+            if isinstance(node, Write):  # the other views that it writes are made of its bases
+                node = node.with_values(self.fixed | self.graph.edited_refs)
             made = _called(node, self._value)
         except Exception as error:
             # The model raises what torch raises, and so does the replay where nothing catches it.
@@ -240,8 +259,25 @@ class LayoutWalk:
                 self._set_layout(ref, new)
                 yield from self._write_departures(ref)
 
+    def _reader_departures(self, name: str, refs: Iterable[Ref], source: Source | None) -> Iterator[Departure]:
+        if any(map(self._lies_otherwise, refs)):
+            yield Departure(f"the memory that {name} reads", "laid out in one way", "in another", source, "layout")
+
+    def _lies_otherwise(self, ref: Ref) -> bool:
+        """True if the order or the places of a value's elements in memory differ, or may."""
+        if ref not in self.other:
+            return ref in self.unknown
+        new, known = self.other[ref], self.recorded.get(ref)
+        strides = known.stride() if known is not None else self.meanings[ref].strides or ()
+        three = zip(new.shape, new.stride(), strides, strict=True)
+        return any(size > 1 and mine != theirs for size, mine, theirs in three) and new.numel() > 0
+
     def _memory_departures(self, node: Call) -> Iterator[Departure]:
         """Departures of a call whose result depends on how its operands lie."""
+        if node.name in self.readers.calls:
+            knows_views = isinstance(node, Write) and node.draws is None  # for these it is asked below
+            refs = self.unknown.intersection(node.refs) if knows_views else node.refs
+            yield from self._reader_departures(node.name, refs, node.source)
         if _reads_geometry(node) and self._reads_other_geometry(node):
             yield Departure(f"the memory that {node.name} looks at", "laid out in one way", "in another", node.source)
         if _is_decomposed(node, self.graph.is_deep):
@@ -373,7 +409,21 @@ def _can_run(node: Call) -> bool:
         return False
     module = getattr(function, "__module__", None) or type(function).__module__
     home = module.partition(".")[0]
+    if home == "replaylens" and not isinstance(node, Write):
+        return not node.through and not is_foreign(node)
     return home in ("torch", "builtins", "_operator") or isinstance(node, Write)
+
+
+def is_foreign(node: Call) -> bool:
+    """True for a call of functions that are neither torch's nor replaylens's own."""
+    literals = leaves((node.args, node.kwargs))
+    given = [leaf for leaf in literals if callable(leaf) and not isinstance(leaf, (type, Target))]
+    return bool(given) or not all(one.name.startswith(_KNOWN) and not _is_registered(one) for one in node.functions)
+
+
+def _is_registered(target: Target) -> bool:
+    """True for an operator that another library has given to torch."""
+    return target.name.startswith("torch.ops.") and not target.name.startswith(("torch.ops.aten.", "torch.ops.prims."))
 
 
 def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ forward seeded stay, and draws that began in one state still do.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -21,7 +22,9 @@ from attrs import field, frozen
 from .._ir.graph import Graph
 from .._ir.interrupts import after_fork, generator_lock, reset_lock
 from .._ir.node import Call, Generator, GeneratorLeft, Ref
+from .._ir.torch_private import is_wrapped
 from .._ir.trees import leaves_of
+from ..errors import BadPatch
 
 user_states: list[
     torch.Tensor
@@ -221,6 +224,42 @@ def _generator_in(given: Any) -> torch.Generator:
         elif isinstance(value, dict):
             stack.extend(value.values())
     return torch.default_generator
+
+
+_HEAD = "<QiiQ"  # of a state of the CPU's generator: seed, numbers left in the block, is it seeded, place in the block
+_BLOCK = 624
+
+
+def checked_state(state: torch.Tensor) -> torch.Tensor:
+    """A value of the program as the state of a generator, in memory of its own; raises if it is none.
+
+    Torch counts the offset of a view in whole states instead of bytes, and believes what the bytes say of the place of
+    the next number: it would read beyond the memory of the tensor, or of its own.
+    """
+    if torch.compiler.is_compiling():
+        return state
+    if (why := _why_no_state(state)) is not None:
+        raise BadPatch(
+            f"what stands for the recorded state of a generator is none: {why}. The model draws from it again when it "
+            "takes a gradient.\nGive what `torch.Generator().manual_seed(0).get_state()` gives, for any seed."
+        )
+    return state if state.is_contiguous() and state.storage_offset() == 0 else state.contiguous().clone()
+
+
+def _why_no_state(state: torch.Tensor) -> str | None:
+    if is_wrapped is not None and is_wrapped(state):
+        return "it differs from sample to sample under a transform of torch.func"
+    if type(state) is not torch.Tensor:
+        return None  # a fake one, which is never read
+    wanted = torch.default_generator.get_state()
+    if state.dtype is not torch.uint8 or state.device.type != "cpu":
+        return f"it is {state.dtype} on {state.device}, not bytes on the CPU"
+    if state.shape != wanted.shape:  # of a generator of another device, whose states are a seed and an offset
+        return None
+    _, left, seeded, place = struct.unpack(_HEAD, bytes(state[: struct.calcsize(_HEAD)].tolist()))
+    if seeded != 1 or not 0 < left <= _BLOCK or left + place > _BLOCK + 1:
+        return f"number {place} of {_BLOCK} would come next, with {left} left"
+    return None
 
 
 def _own_stream(state: torch.Tensor, key: str) -> torch.Tensor:

@@ -295,11 +295,11 @@ def _trial(
     if any(part.dim() <= axis for part, axis in zip(some, align.outputs, strict=True)):
         return None
     wholes = run(whole, None)
-    if not _are_rows_of(wholes, some, align.outputs, orders.known_few, 1):
+    if not _are_rows_of(wholes, some, align.outputs, orders.few, count):
         return None
-    if not _are_rows_of(wholes, run(many, orders.many.numel()), align.outputs, orders.known_many, 2):
+    if not _are_rows_of(wholes, run(many, orders.many.numel()), align.outputs, orders.many, count):
         return None
-    evidence, known = 0, orders.known_few.numel() + orders.known_many.numel()
+    evidence, known = 0, orders.few.numel() + orders.many.numel() - 3
     for part, axis in zip(some, align.outputs, strict=True):
         if evidence <= ENOUGH and not _are_alike(part.narrow(axis, 0, 1), part.narrow(axis, 1, 1)):
             evidence = max(evidence, 1, part.numel() // part.shape[axis] * known // 4 if _is_real(part) else 0)
@@ -317,35 +317,35 @@ def _rows_beyond(literals: Literals, count: int, size: int) -> int | None:
 
 
 def _are_rows_of(
-    wholes: Sequence[Tensor], parts: Sequence[Tensor], axes: Sequence[int], rows: Tensor, others: int
+    wholes: Sequence[Tensor], parts: Sequence[Tensor], axes: Sequence[int], order: Tensor, count: int
 ) -> bool:
-    """True if each part holds these rows of a whole, behind so many others that are not compared."""
-    count = rows.numel()
+    """True if each part holds the rows of a whole that `order` names, besides others, which are not compared."""
+    places = (order < count).nonzero()[:, 0]
+    rows = order[places]
     for part, whole, axis in zip(parts, wholes, axes, strict=True):
-        if part.shape[axis] != others + count:
+        if part.shape[axis] != order.numel():
             return False
-        if not close_across_batches(part.narrow(axis, others, count), whole.index_select(axis, rows)):
+        if not close_across_batches(part.index_select(axis, places), whole.index_select(axis, rows)):
             return False
     return True
 
 
 class _RowOrders(NamedTuple):
     """Which rows the three runs of a trial take, of `count` rows and two others behind them: one with large numbers,
-    one with negative and zero ones.
+    one with negative and zero ones. The others stand before some rows, and every place has a row that is compared: an
+    index among the arguments may lead anywhere.
     """
 
     few: Tensor  # the large one, and a few
     whole: Tensor  # all but the others
     many: Tensor  # both others, and `length` more
-    known_few: Tensor  # without the others
-    known_many: Tensor
 
 
 @lru_cache(maxsize=256)
 def _row_orders(count: int, length: int, device: torch.device) -> _RowOrders:
     few = index_tensor([count, count - 1, 0] if count != 3 else [count, 0], device)  # never as many as there were
-    many = index_tensor([count + 1, count, *[row % count for row in reversed(range(length))]], device)
-    return _RowOrders(few, index_tensor(range(count), device), many, few[1:], many[2:])
+    first, *rest = [row % count for row in reversed(range(max(length, 2)))]
+    return _RowOrders(few, index_tensor(range(count), device), index_tensor([first, count + 1, count, *rest], device))
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
@@ -433,7 +433,7 @@ def _reals(
 
 
 def _select_rows(made: Tensor, axis: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    few, whole, many, *_ = _row_orders(made.shape[axis] - 2, length, made.device)
+    few, whole, many = _row_orders(made.shape[axis] - 2, length, made.device)
     return made.index_select(axis, few), made.index_select(axis, whole), made.index_select(axis, many)
 
 

@@ -20,7 +20,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._ir.graph import Graph
-from .._ir.memory import version_of
+from .._ir.memory import version_of, with_layout_of
 from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, filled, refs_in, with_leaves
 from .._ir.torch_private import pytree
 from .._ir.trees import freeze_deep, keyed_items, leaves, map_leaves, thaw, walk
@@ -111,9 +111,11 @@ def with_fixed_masks(record: Record) -> Record:
     values: dict[Ref, torch.Tensor] = {}
 
     def chosen(item: Any) -> Any:
-        """An index by a mask as indices, one for each of its axes."""
+        """An index by a mask as indices, one for each of its axes; without axes, it is a Python bool: a new axis."""
         if type(item) is not Ref or item.node in varying or record.values[item].dtype is not torch.bool:
             return (item,)
+        if record.values[item].ndim == 0:
+            return (bool(record.values[item]),)
         found = record.values[item].nonzero(as_tuple=True)
         names = [f"{item.node}_axis_{len(values) + n}" for n in range(len(found))]
         nodes.extend([Const(name, "a mask", TensorSpec.of(tensor)) for name, tensor in zip(names, found, strict=True)])
@@ -126,7 +128,7 @@ def with_fixed_masks(record: Record) -> Record:
             items = tuple([one for item in index for one in chosen(item)])
             node = evolve(node, args=(node.args[0], items), is_dynamic=False)
         nodes.append(node)
-    if not values:
+    if all(node is old for node, old in zip(nodes, graph.nodes, strict=False)):
         return record
     versions = Versions((*record.versions.items(), *[(ref, version_of(tensor)) for ref, tensor in values.items()]))
     return Record(evolve(graph, nodes=tuple(nodes)), {**record.values, **values}, versions, record.draws)
@@ -167,6 +169,7 @@ class Batch:
     variants: list[Variant]
     count: int  # of all variants, those among them that are run elsewhere
     memory: float | None = None
+    layout_ends: frozenset[Ref] = frozenset()  # values of which the metric may read how they lie in memory
     program: PreparedProgram = field(init=False)
     departures: dict[int, Departure] = field(factory=dict)
 
@@ -189,7 +192,7 @@ class Batch:
     def run(self, tick: Callable[[int], None]) -> Iterator[tuple[list[int], dict[Ref, Delta]]]:
         """Pass by pass: its variants, and where the output differs. Those that left the recorded path are left out."""
         for chunk in chunks(self.program, self.variants, self.memory):
-            found = run_chunk(self.program, chunk, self.departures.__setitem__)
+            found = run_chunk(self.program, chunk, self.departures.__setitem__, self.layout_ends)
             yield [variant.number for variant in chunk], found
             tick(len(chunk))
 
@@ -216,7 +219,7 @@ class Batch:
 
     def _value(self, found: dict[Ref, Delta], lane: int, ref: Ref) -> torch.Tensor:
         delta, recorded = found.get(ref), self._recorded(ref)
-        return recorded if delta is None else lane_value(delta, lane, recorded)
+        return recorded if delta is None else with_layout_of(lane_value(delta, lane, recorded), recorded)
 
     def _recorded(self, ref: Ref) -> torch.Tensor:
         return self.program.values[self.program.slot[ref]]

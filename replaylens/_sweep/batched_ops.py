@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, field
 
+from .._ir.memory import overlaps_itself, stack_with_layout_of, with_layout_of
 from .._ir.node import Call, Context, Ref, TensorSpec, refs_in
 from .._ir.ops import Quirk, op_info
 from .._ir.runtime import alias
@@ -25,6 +26,8 @@ from .._ir.write import Write, original_call
 from .._replay.compile import caller
 from .._replay.guards import Departure
 from .._replay.interpreter import modes
+from .._replay.layout_guards import is_foreign
+from ..errors import ReplaylensError
 from .alignment import NO_LITERALS, Alignment, Literals, candidates, close_across_batches, is_proved, only_moves
 from .sparse_rows import Delta, dense, on_common_pairs, rows_of, stacked
 
@@ -42,6 +45,7 @@ class CallSignature:
     alignments: tuple[Alignment, ...]  # those that are not refuted
     unread: frozenset[int]  # the values of which only shape, dtype or device are read
     literals: Literals = NO_LITERALS
+    reads_layout: bool = True  # how its operands lie in memory may matter: none of torch's own, or given a function
     proved: set[Alignment] = field(factory=set)
     vmaps: dict[Any, bool] = field(factory=dict)  # by which values vary; missing: not tried yet
     routes: dict[Any, Any] = field(factory=dict)  # how to run a step, by the forms of what it reads
@@ -192,13 +196,15 @@ class BatchedOp:
             try:
                 found = self._under_vmap(changed, len(lanes))
                 return [stacked(lanes, data) for data in found], True
-            except RuntimeError:  # such as a view that this memory layout does not have: each lies right by itself
+            except (RuntimeError, ReplaylensError):  # such as a view that this memory layout does not have
                 pass
         return self._one_by_one(changed, lanes), False
 
     def _allows_vmap(self) -> bool:
         """False for draws, shapes that contents decide, gradients inside, and operations whose vmap rule is wrong."""
         node = self.node
+        if self.signature.reads_layout and any(map(overlaps_itself, self.recorded)):
+            return False
         is_wrong = op_info(original_call(node).target).has(Quirk.WRONG_UNDER_VMAP)
         return node.draws is None and not node.is_dynamic and not node.through and not is_wrong
 
@@ -211,7 +217,8 @@ class BatchedOp:
         if known is None:
             if (lanes := self._distinct_lanes(changed)) is None:
                 return False  # nothing to tell them apart by: the next values may
-            known = self.signature.vmaps[key] = self._proves_vmap(*lanes, key)
+            one, other = [list(map(with_layout_of, values, self.recorded)) for values in lanes]
+            known = self.signature.vmaps[key] = self._proves_vmap(one, other, key)
         return known
 
     def _proves_vmap(self, one: list[Tensor], other: list[Tensor], varies: Sequence[bool]) -> bool:
@@ -243,6 +250,9 @@ class BatchedOp:
         def once(values: Sequence[Tensor]) -> list[Tensor]:
             return self.parts(self.call(values))
 
+        if self.signature.reads_layout:
+            pairs = zip(changed, self.recorded, strict=True)
+            changed = [None if data is None else stack_with_layout_of(data, value) for data, value in pairs]
         return under_vmap(once, changed, self.recorded, count)
 
     def _one_by_one(self, changed: Sequence[Tensor | None], lanes: tuple[int, ...]) -> list[Delta]:
@@ -276,14 +286,6 @@ def _can_be_random(value: Tensor) -> bool:
 def _random(value: Tensor, generator: torch.Generator, scale: float) -> Tensor:
     made = (torch.rand(value.shape, generator=generator) + 0.1) * scale
     return (torch.complex(made, made * made) if value.is_complex() else made).to(value)
-
-
-def with_layout_of(tensor: Tensor, recorded: Tensor) -> Tensor:
-    """The tensor in the recorded memory layout: random draws, for one, follow it."""
-    if tensor.stride() == recorded.stride() or not recorded.numel() or 0 in recorded.stride():
-        return tensor
-    made = torch.empty_strided(recorded.shape, recorded.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
 
 
 class RowsDiffer(Exception):
@@ -403,7 +405,8 @@ def _signature_of(
         name = node.target.short.strip("_") if is_torch_op(node.target.name) else ""
         unread = _shape_only(name, where)
         found = candidates(node, name, recorded, results, unread, where)
-        known = CallSignature(name, found, unread, Literals.of((node.args, node.kwargs), (*recorded, *results)))
+        literals = Literals.of((node.args, node.kwargs), (*recorded, *results))
+        known = CallSignature(name, found, unread, literals, not name or is_foreign(node))
         if key is not None:
             if len(_SIGNATURES) > 20000:
                 _SIGNATURES.clear()
@@ -438,6 +441,13 @@ def signature_key(tree: Any, met: Iterator[Any]) -> Any:
     if kind is Branch:
         return tree.kind, tree.keys, tuple([signature_key(item, met) for item in tree.items])
     return kind, tree
+
+
+def asks_for_layout(node: Call) -> bool:
+    """True for a call that may give other numbers where its operands lie otherwise: draws, writes through views, and
+    code of the user's.
+    """
+    return node.draws is not None or isinstance(node, Write) or is_foreign(node)
 
 
 def is_torch_op(name: str) -> bool:

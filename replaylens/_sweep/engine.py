@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from .._ir.memory import with_strides
+from .._edit.patch import keeps_layout
+from .._ir.memory import overlaps_itself, with_layout_of
 from .._ir.node import Context, Guard, Input, Ref, filled, refs_in
 from .._replay.flag_guards import OuterModes, ReplacedValues, has_input_attributes
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_environment
-from .._replay.layout_guards import geometry, layout_departures
+from .._replay.layout_guards import LayoutReaders, geometry, layout_departures
 from .._replay.request import Change
 from .alignment import Alignment
 from .batched_ops import BatchedOp, RowsDiffer, ShapesDeparted
@@ -55,13 +56,16 @@ class Strategy:
 
 
 def run_chunk(
-    program: PreparedProgram, variants: Sequence[Variant], departed: Callable[[int, Departure], None]
+    program: PreparedProgram,
+    variants: Sequence[Variant],
+    departed: Callable[[int, Departure], None],
+    layout_ends: frozenset[Ref] = frozenset(),
 ) -> dict[Ref, Delta]:
     """The ends' values of these variants, where they differ from the recorded ones. Variants that leave the recorded
-    path are reported, and dropped.
+    path are reported, and dropped; so are those in which one of `layout_ends` lies otherwise in memory.
     """
     with torch.no_grad(), recorded_environment(program.draws, program.graph):
-        return _Chunk(program, variants, departed).run()
+        return _Chunk(program, variants, departed, layout_ends).run()
 
 
 _UNKNOWN: Any = object()
@@ -71,9 +75,16 @@ class _Chunk:
     """The mutable state of one pass: `env` holds the values that differ, by slot."""
 
     def __init__(
-        self, program: PreparedProgram, variants: Sequence[Variant], departed: Callable[[int, Departure], None]
+        self,
+        program: PreparedProgram,
+        variants: Sequence[Variant],
+        departed: Callable[[int, Departure], None],
+        layout_ends: frozenset[Ref],
     ) -> None:
         self.program, self.departed = program, departed
+        self.layout_ends = layout_ends
+        self.variants = {variant.number: variant for variant in variants}
+        self.laid: dict[int, dict[Ref, Tensor]] = {}  # by variant: its changed values that lie otherwise than recorded
         self.env: list[Delta | None] = [None] * len(program.values)
         self.restricted_pairs: dict[tuple[int, Rows], Any] = {}  # pairs that were cut to a demand already
         self.dropped: set[int] = set()
@@ -267,7 +278,7 @@ class _Chunk:
         for lane, change in sorted(changes, key=lambda pair: pair[0]) if len(changes) > 1 else changes:
             if lane not in self.dropped:
                 for slot, new in self._changed(lane, change):
-                    if (departure := self._metadata_departure(slot, new)) is not None:
+                    if (departure := self._metadata_departure(lane, change, slot, new)) is not None:
                         self._drop((lane,), {lane: departure}.__getitem__)
                         continue
                     news.setdefault(slot, []).append((lane, new.detach() if new.requires_grad else new))
@@ -289,21 +300,21 @@ class _Chunk:
     def _changed(self, lane: int, change: Change) -> list[tuple[int, Tensor]]:
         if type(change.tree) is Ref:
             slot = self.program.slot[change.tree]
-            value = self._value(slot, lane)
-            if self.program.graph.asked:  # how it lies, too: a function of the user's is given it as it lay
-                return [(slot, change.make(with_strides(value, self.program.meanings[slot].strides)))]
+            value = self._value_as_it_lay(slot, lane)
+            if self.program.graph.asked:  # how it lies, too
+                return [(slot, change.make(value))]
             new = change.free(value)
             if not isinstance(new, Tensor) or new.shape != value.shape or new.dtype != value.dtype:
                 new = change.make(value)  # raises, and says what is wrong
             return [(slot, new)]
         slots = [self.program.slot[ref] for ref in refs_in(change.tree)]
-        now = filled(change.tree, lambda ref: self._value(self.program.slot[ref], lane))
+        now = filled(change.tree, lambda ref: self._value_as_it_lay(self.program.slot[ref], lane))
         news = change.make(now)
         return list(zip(slots, news, strict=True))
 
-    def _metadata_departure(self, slot: int, new: Tensor) -> Departure | None:
-        """The departure if a patched value has another memory layout, or something else that a model may ask an
-        input for.
+    def _metadata_departure(self, lane: int, change: Change, slot: int, new: Tensor) -> Departure | None:
+        """The departure if a patched value has another memory layout where that matters, or something else that a
+        model may ask an input for.
         """
         has_attributes = bool(vars(new)) or bool(self.program.graph.literals)
         own, known = has_input_attributes(new) or has_attributes, self.program.values[slot]
@@ -312,12 +323,30 @@ class _Chunk:
         lies = geometry if self.program.graph.asked else Tensor.stride
         if lies(new) == lies(known) and not own:
             return None
-        ref = next(ref for ref, number in self.program.slot.items() if number == slot)
-        graph, values = self.program.graph, self.program.record.values
-        if not own or not isinstance(graph[ref.node], Input):
-            return next(layout_departures(graph, values, {ref: new}, up_to_rounding=True), None)
-        instead = ReplacedValues(graph, values, OuterModes.of_replay(graph, False), frozenset((ref,)), {})
-        return next(instead.departures(ref, values[ref], new), None)
+        ref, graph, values = self.program.refs[slot], self.program.graph, self.program.record.values
+        if own and isinstance(graph[ref.node], Input):
+            instead = ReplacedValues(graph, values, OuterModes.of_replay(graph, False), frozenset((ref,)), {})
+            if (departure := next(instead.departures(ref, values[ref], new), None)) is not None:
+                return departure
+        elif not graph.asked and keeps_layout(change.what) and not overlaps_itself(known):
+            return None  # a replay lays it as it lay
+        laid = self.laid.setdefault(lane, {})
+        laid[ref] = new
+        return next(layout_departures(graph, values, laid, True, readers=self._layout_readers(lane, change)), None)
+
+    def _layout_readers(self, lane: int, change: Change) -> LayoutReaders:
+        """Where it matters that a variant's values lie otherwise than the recorded ones. Also where a later change is
+        made of such a value.
+        """
+        changes = [one for _, one in sorted(self.variants[lane].changes, key=lambda pair: pair[0])]
+        place = next(number for number, one in enumerate(changes) if one is change)
+        made_of = [ref for one in changes[place + 1 :] if one.follows for ref in refs_in(one.tree)]
+        return LayoutReaders(self.program.layout_readers, self.layout_ends.union(made_of))
+
+    def _value_as_it_lay(self, slot: int, lane: int) -> Tensor:
+        """A variant's value in the recorded memory layout: a function of the user's may read how it lies."""
+        value, recorded = self._value(slot, lane), self.program.values[slot]
+        return value if value is recorded else with_layout_of(value, recorded)
 
     def _value(self, slot: int, lane: int) -> Tensor:
         recorded, delta = self.program.values[slot], self.env[slot]

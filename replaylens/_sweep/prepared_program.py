@@ -16,14 +16,15 @@ from attrs import define, field
 
 from .._ir.graph import Graph
 from .._ir.node import Call, Ref, specs_of
+from .._ir.util import cached_property
 from .._replay.record import Record
-from .batched_ops import BatchedOp, batched_op
+from .batched_ops import BatchedOp, asks_for_layout, batched_op
 from .sparse_rows import Scratch
 
 WORTH_PACKING = 5e5  # multiplications: below this, looking for the rows that differ costs more than multiplying them
 
 
-@define(eq=False)
+@define(eq=False, slots=False)
 class PreparedProgram:
     """A record made ready for many chunks of variants."""
 
@@ -56,6 +57,11 @@ class PreparedProgram:
         reads = {ref.node for ref in (*self.ends, *(ref for guard in graph.guards for ref in guard.refs))}
         self.needed = graph.marked_ancestors(reads)
         self.draws = any(call.draws is not None for call in graph.calls)
+
+    @cached_property
+    def layout_readers(self) -> frozenset[str]:
+        """The names of the calls that may give other numbers where their operands lie otherwise."""
+        return frozenset([call.name for call in self.graph.calls if asks_for_layout(call)])
 
     @property
     def graph(self) -> Graph:

@@ -19,7 +19,7 @@ from .._ir.graph import Graph
 from .._ir.interrupts import restoring_modes
 from .._ir.label import Label
 from .._ir.memory import version_of
-from .._ir.node import Call, Input, refs_in
+from .._ir.node import Call, Input, Ref, refs_in
 from .._ir.ops import Quirk, op_info
 from .._ir.runtime import addresses_memory
 from .._ir.trees import freeze_deep, thaw
@@ -46,6 +46,7 @@ from .batch_runner import (
     with_fixed_masks,
     with_metric,
 )
+from .batched_ops import asks_for_layout
 
 Metric = Callable[[Any], Any]
 _ALONE: Cache[None, str] = Cache()  # why nothing can go at once; empty where it can
@@ -67,6 +68,7 @@ class BatchedSweep:
     memory: float | None = None
     batch: Batch = field(init=False)
     is_program: bool = field(init=False)
+    metric_reads_layout: bool = False
     notes: list[str] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
@@ -92,7 +94,7 @@ class BatchedSweep:
         batchable = [number for number, each in enumerate(self.changes) if each and number not in self.unbatchable]
         every = variants_of(self.changes)
         grouped = [every[number] for number in batchable]
-        self.batch = Batch(whole or self.record, grouped, len(self.keys), self.memory)
+        self.batch = Batch(whole or self.record, grouped, len(self.keys), self.memory, self._layout_ends())
 
     def _exclude_above(self, names: Sequence[str], why: str) -> None:
         """Leaves out the variants that reach one of these nodes: they are replayed alone."""
@@ -118,6 +120,9 @@ class BatchedSweep:
                 or _why_subclass(made)
                 or _why_quantized(made.graph)
             )
+            self.metric_reads_layout = reads_layout(made.graph)
+            if self.metric_reads_layout and not why and any(map(_lies_otherwise_copied, tensors_in(self.output))):
+                why = "how its argument lies in memory may matter, and that is a copy of the output"
         except CaptureError as error:
             why = str(error).partition("\n")[0]
         if why:
@@ -130,6 +135,11 @@ class BatchedSweep:
             whole = with_metric(self.record, with_fixed_masks(made))
             _METRIC.put(self.record, None, (made, whole))
         return whole
+
+    def _layout_ends(self) -> frozenset[Ref]:
+        """The outputs of which the metric may read how they lie in memory."""
+        reads = self.metric is not None and (self.metric_reads_layout or not self.is_program)
+        return frozenset(self.record.graph.output_refs if reads else ())
 
     @property
     def plan(self) -> Plan:
@@ -190,9 +200,28 @@ class BatchedSweep:
         return Replays(self.keys, values, baseline, departures, (*self.notes, *alone))
 
 
+def reads_layout(graph: Graph) -> bool:
+    """True if a program may give other numbers where its inputs lie otherwise in memory."""
+    return bool(graph.asked) or any(map(asks_for_layout, graph.calls))
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a tree of Python's."""
+    found: list[torch.Tensor] = []
+    freeze_deep(tree, found.append)
+    return found
+
+
+def _lies_otherwise_copied(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.detach().clone().stride() != tensor.stride()
+
+
 def _is_same_metric(before: Record, now: Record) -> bool:
     """True if two captures of a metric compute the same from the same values."""
-    if before.graph != now.graph or before.draws or now.draws:
+    try:
+        if before.graph != now.graph or before.draws or now.draws:
+            return False
+    except ValueError:  # an argument that has no one truth value: an array of numpy's
         return False
     refs = [ref for ref in now.values if not isinstance(now.graph[ref.node], Input)]
     return all(
@@ -303,9 +332,7 @@ def copied_output(output: Any) -> Any:
 
 def _write_result(values: Any, number: int, result: Any, key: Any) -> None:
     """Writes one variant's result into its place."""
-    found: list[list[torch.Tensor]] = [[], []]
-    for tensors, tree in zip(found, (values, as_tensors(result)), strict=True):
-        freeze_deep(tree, tensors.append)
+    found = [tensors_in(tree) for tree in (values, as_tensors(result))]
     whole, mine = [[tuple(t.shape) for t in tensors] for tensors in ([v[0] for v in found[0]], found[1])]
     if whole != mine:
         raise DivergedReplay(
