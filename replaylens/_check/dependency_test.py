@@ -89,7 +89,10 @@ def _reason_of_a_write(node: Write, op: OpInfo, parent: Ref) -> str:
     given = node.arguments
     memory = given.bases, given.values
     if not _stands((memory, given.args, given.kwargs), parent) and _stands(given.targets, parent):
-        steps = [step for target in given.targets for step in unpacked_place(target).steps if _stands(step, parent)]
+        views = [target for target, own in zip(given.targets, given.values, strict=True) if own is None]
+        steps = [step for target in views for step in unpacked_place(target).steps if _stands(step, parent)]
+        if not steps:
+            return "a patched view is written by itself, wherever its base has it"
         return _SHAPE if all(op_info(unpacked_place(step).function).reads_shape_of_second for step in steps) else ""
     if not _stands(memory, parent):
         return _SHAPE if op.reads_shape_of_second and _stands(given.args, parent) else ""
