@@ -40,10 +40,9 @@ def reads_unchecked_integers(node: Call, value: torch.Tensor) -> bool:
         return False
     function = original_call(node).target
     name = function.name
-    is_custom = name.startswith("torch.ops.") and not name.startswith(("torch.ops.aten.", "torch.ops.prims."))
     is_own = not name.startswith("torch.") and "replaylens" not in name
     is_of_a_family = any(family in function.short for family in ("sparse", "nested", "jagged", "sobol"))
-    return is_custom or is_own or is_of_a_family or op_info(function).has(Quirk.TRUSTS_INTEGERS)
+    return function.is_of_a_library or is_own or is_of_a_family or op_info(function).has(Quirk.TRUSTS_INTEGERS)
 
 
 def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mapping[Ref, torch.Tensor]) -> str:
@@ -377,11 +376,8 @@ Gradients = dict[Ref, torch.Tensor | None]
 
 def is_not_torchs(node: Call) -> bool:
     """True for custom autograd Functions and for operators of other libraries."""
-    name = node.target.name
-    return is_custom_function(node) or (name.startswith("torch.ops.") and not name.startswith(_OWN_OPERATORS))
-
-
-_OWN_OPERATORS = ("torch.ops.aten.", "torch.ops.prims.", "torch.ops.quantized.")
+    is_quantized = node.target.name.startswith("torch.ops.quantized.")
+    return is_custom_function(node) or (node.target.is_of_a_library and not is_quantized)
 
 
 def is_custom_function(node: Call) -> bool:
