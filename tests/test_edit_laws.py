@@ -268,10 +268,7 @@ def negative(value):
 
 
 @pytest.mark.parametrize("name", dict.fromkeys((*SHAPES_BY_CONTENT, *sorted(MODELS)[::5])))
-def test_every_edited_program_checks(name, request):
-    if name == "setitem_with_an_index_tensor_scalar":
-        reason = "a patched view is written by itself, so the index by which the model views its base has no effect"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_every_edited_program_checks(name):
     case = MODELS[name]()
     try:
         prog = rl.capture(case.model, *case.args, **case.kwargs)

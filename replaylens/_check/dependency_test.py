@@ -40,10 +40,9 @@ def reads_unchecked_integers(node: Call, value: torch.Tensor) -> bool:
         return False
     function = original_call(node).target
     name = function.name
-    is_custom = name.startswith("torch.ops.") and not name.startswith(("torch.ops.aten.", "torch.ops.prims."))
     is_own = not name.startswith("torch.") and "replaylens" not in name
     is_of_a_family = any(family in function.short for family in ("sparse", "nested", "jagged", "sobol"))
-    return is_custom or is_own or is_of_a_family or op_info(function).has(Quirk.TRUSTS_INTEGERS)
+    return function.is_of_a_library or is_own or is_of_a_family or op_info(function).has(Quirk.TRUSTS_INTEGERS)
 
 
 def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mapping[Ref, torch.Tensor]) -> str:
@@ -89,7 +88,10 @@ def _reason_of_a_write(node: Write, op: OpInfo, parent: Ref) -> str:
     given = node.arguments
     memory = given.bases, given.values
     if not _stands((memory, given.args, given.kwargs), parent) and _stands(given.targets, parent):
-        steps = [step for target in given.targets for step in unpacked_place(target).steps if _stands(step, parent)]
+        views = [target for target, own in zip(given.targets, given.values, strict=True) if own is None]
+        steps = [step for target in views for step in unpacked_place(target).steps if _stands(step, parent)]
+        if not steps:
+            return "a patched view is written by itself, wherever its base has it"
         return _SHAPE if all(op_info(unpacked_place(step).function).reads_shape_of_second for step in steps) else ""
     if not _stands(memory, parent):
         return _SHAPE if op.reads_shape_of_second and _stands(given.args, parent) else ""
@@ -374,11 +376,8 @@ Gradients = dict[Ref, torch.Tensor | None]
 
 def is_not_torchs(node: Call) -> bool:
     """True for custom autograd Functions and for operators of other libraries."""
-    name = node.target.name
-    return is_custom_function(node) or (name.startswith("torch.ops.") and not name.startswith(_OWN_OPERATORS))
-
-
-_OWN_OPERATORS = ("torch.ops.aten.", "torch.ops.prims.", "torch.ops.quantized.")
+    is_quantized = node.target.name.startswith("torch.ops.quantized.")
+    return is_custom_function(node) or (node.target.is_of_a_library and not is_quantized)
 
 
 def is_custom_function(node: Call) -> bool:

@@ -204,7 +204,7 @@ def _patch_call(
         constants.append(Const(constant, "patch", TensorSpec.of(arg)))
         given.append(Ref(constant))
     call = evolve(
-        _call_at(graph, name, reads, node),
+        alias_at(graph, name, reads, node),
         kind=patch.kind,
         target=Target.of(function),
         args=(reads, *given),
@@ -214,7 +214,7 @@ def _patch_call(
     return call, tensors, constants
 
 
-def _call_at(graph: Graph, name: str, reads: Ref, node: Node) -> Call:
+def alias_at(graph: Graph, name: str, reads: Ref, node: Node) -> Call:
     """An alias of one of a node's values, with its spec, scope and source."""
     known = next(m for ref, m in specs_of(node).items() if ref.path == reads.path or is_edge_node(node))
     return Call(

@@ -52,6 +52,13 @@ class Target:
     def is_property(self) -> bool:
         return self.name.endswith(".__get__")
 
+    @property
+    def is_of_a_library(self) -> bool:
+        """True for an operator in one of `torch.ops`' namespaces for libraries. It may have the name of one of torch's
+        own, and mean something else.
+        """
+        return self.name.startswith("torch.ops.") and not self.name.startswith(("torch.ops.aten.", "torch.ops.prims."))
+
 
 @lru_cache(maxsize=65536)
 def _short(name: str) -> str:

@@ -21,7 +21,7 @@ from attrs import define, evolve, field, frozen
 from .._edit.arguments import Arguments, arguments_for, function_name
 from .._edit.edges import OUTPUT, bypassed, rewired, with_edge_nodes
 from .._edit.expand import as_called, expand as expanded
-from .._edit.lower import keeping_layouts, lower
+from .._edit.lower import alias_at, keeping_layouts, lower
 from .._edit.patch import Patch, keeps_layout
 from .._edit.rewrite import (
     Splice,
@@ -353,18 +353,7 @@ def insert(
             for departure in aliasing_hazards(node, False):
                 raise diverged_error(departure)
         name = unused_name(f"{function_name(function).lower().replace('_', '')}_after_{ref.node}", graph.positions)
-        meaning = specs_of(node)[ref]
-        place = Call(
-            name,
-            "alias",
-            Target.of(alias),
-            (ref,),
-            returns=Ref(name),
-            spec=(meaning,),
-            context=node.context if isinstance(node, Call) else graph.outer_modes,
-            scope=node.scope if isinstance(node, Call) else None,
-            source=node.source if isinstance(node, Call) else None,
-        )
+        place = alias_at(graph, name, ref, node)
         if is_end:
             graph = rewire_readers(insert_after(graph, node.name, (place,)), (OUTPUT,), {ref: Ref(name)})
         else:
@@ -373,7 +362,7 @@ def insert(
             graph = replace(graph, {node.name: (node, place)}, {ref: Ref(name)}, **kept)
             graph = evolve(graph, guards=tuple(sorted((*graph.guards, *asked), key=lambda guard: guard.position)))
             now[ref] = Ref(name)
-        sites.append(SwapSite(name, Arguments((ref,)), f"inserted after {ref}", meaning))
+        sites.append(SwapSite(name, Arguments((ref,)), f"inserted after {ref}", place.spec[0]))
     made, output = _recorded(record, graph, sites, function, recorder, on_divergence)
     if on_divergence == "raise" and detached_views(made.graph, ()):
         for site in sites:

@@ -418,12 +418,7 @@ def is_foreign(node: Call) -> bool:
     """True for a call of functions that are neither torch's nor replaylens's own."""
     literals = leaves((node.args, node.kwargs))
     given = [leaf for leaf in literals if callable(leaf) and not isinstance(leaf, (type, Target))]
-    return bool(given) or not all(one.name.startswith(_KNOWN) and not _is_registered(one) for one in node.functions)
-
-
-def _is_registered(target: Target) -> bool:
-    """True for an operator that another library has given to torch."""
-    return target.name.startswith("torch.ops.") and not target.name.startswith(("torch.ops.aten.", "torch.ops.prims."))
+    return bool(given) or not all(one.name.startswith(_KNOWN) and not one.is_of_a_library for one in node.functions)
 
 
 def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -402,7 +402,7 @@ def _signature_of(
     except TypeError:  # a literal that cannot be hashed
         key, known = None, None
     if known is None:
-        name = node.target.short.strip("_") if is_torch_op(node.target.name) else ""
+        name = node.target.short.strip("_") if is_torch_op(node.target) else ""
         unread = _shape_only(name, where)
         found = candidates(node, name, recorded, results, unread, where)
         literals = Literals.of((node.args, node.kwargs), (*recorded, *results))
@@ -450,8 +450,6 @@ def asks_for_layout(node: Call) -> bool:
     return node.draws is not None or isinstance(node, Write) or is_foreign(node)
 
 
-def is_torch_op(name: str) -> bool:
-    """True for torch's own operations. Others may share their names, and mean something else."""
-    if name.startswith("torch.ops."):
-        return name.startswith(("torch.ops.aten.", "torch.ops.prims."))
-    return name.startswith("torch.") or name == _ALIAS
+def is_torch_op(target: Target) -> bool:
+    """True for torch's own operations."""
+    return (target.name.startswith("torch.") and not target.is_of_a_library) or target.name == _ALIAS
