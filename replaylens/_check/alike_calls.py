@@ -56,7 +56,7 @@ def _likeness(position: int, record: Record) -> Any:
         return None
     if node.draws is not None or node.is_dynamic or node.through or node.edits is not None:
         return None
-    if not is_torch_op(node.target.name) or op_info(node.target).has(Quirk.WRONG_UNDER_VMAP):
+    if not is_torch_op(node.target) or op_info(node.target).has(Quirk.WRONG_UNDER_VMAP):
         return None
     values = [record.values[ref] for ref in (*reads, *gives)]
     if not (reads and gives and all(map(_is_plain, values)) and sum([one.numel() for one in values]) <= _LARGEST):
