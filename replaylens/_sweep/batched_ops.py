@@ -340,7 +340,6 @@ def under_vmap(
 # ---- making steps --------------------------------------------------------------------------------------------------
 
 _SIGNATURES: dict[Any, CallSignature] = {}
-_ALIAS = Target.of(alias).name
 
 
 def batched_op(
@@ -459,4 +458,4 @@ def asks_for_layout(node: Call) -> bool:
 
 def is_torch_op(target: Target) -> bool:
     """True for torch's own operations."""
-    return (target.name.startswith("torch.") and not target.is_of_a_library) or target.name == _ALIAS
+    return (target.name.startswith("torch.") and not target.is_of_a_library) or target.function is alias
