@@ -137,7 +137,12 @@ class Quirk(enum.Enum):
     # row ended (so does vmap of torch 2.13, wrongly); the offsets of `embedding_bag` say where bags begin and end;
     # the lengths of `ctc_loss` and pivots of `lu_unpack` are not compared with what there is, and end the process;
     # `isin` looks among all rows, which shows only where a trial has the same whole number in two of them
-    MIXES_ROWS = "masked_scatter index_put embedding_bag ctc_loss lu_unpack isin"
+    # `cdist` computes in another way, and far less exactly, from 26 rows on; that rows meet in a largest or least
+    # number at one place, or in what is put there, may show in a single number of a trial
+    MIXES_ROWS = """masked_scatter index_put embedding_bag ctc_loss lu_unpack isin cdist scatter_reduce index_reduce
+        put"""
+    # whole numbers among their arguments are sizes of what they read, besides those of views
+    TAKES_SIZES = "layer_norm native_layer_norm rms_norm group_norm native_group_norm"
     WRONG_UNDER_VMAP = "masked_scatter"
 
     COPY = "clone copy _to_copy lift lift_fresh_copy contiguous _reshape_copy"

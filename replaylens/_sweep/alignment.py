@@ -17,15 +17,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby, islice, product
 from math import inf, nan, prod
-from typing import Any, NamedTuple
+from numbers import Integral, Number
+from typing import Any, NamedTuple, cast
 
 import torch
 from attrs import evolve, frozen
 
 from .._ir.equality import BATCHED, BATCHED_NARROW, LIKELY
-from .._ir.node import Call
-from .._ir.ops import Quirk, op_info
-from .._ir.trees import leaves
+from .._ir.node import Call, Ref
+from .._ir.ops import OpInfo, Quirk, op_info
+from .._ir.trees import is_array, leaves
 from .sparse_rows import index_tensor
 
 Tensor = torch.Tensor
@@ -33,12 +34,14 @@ Shape = tuple[int, ...]
 MAX_CANDIDATES = 80  # for one axis of what a call gives
 ENOUGH = 6  # times four numbers, or answers of yes and no, that differ from row to row
 MAX_TRIALS = 2 * ENOUGH  # at most
+MIN_OF_INDICES = 8  # trials, where whole numbers or answers may be indices: what they lead to may be a single number
 MAX_EXTRA = 1_000_000  # numbers in a trial of more rows than any number among the arguments ...
 MAX_FOR_PLACES = 16_000_000  # ... and than any that is the length of no axis, and so may count rows
 SPREAD = 1e4  # times the largest number among the arguments: how large rows are that must not matter
 SMALL = 16_384  # numbers: so few of them are kept for other proofs
 POOL = 4096  # numbers that are drawn at once for several proofs
-LARGE = 65_536  # numbers: what is larger, and changes nothing, is taken as it was recorded
+PERIOD = 4093  # of them: a prime, so that rows of no usual length begin with the same ones
+SCALES = (1.0, 1e3, -1e3, 1e-3)  # of the operands without rows, from trial to trial
 
 
 @frozen
@@ -50,18 +53,28 @@ class Literals:
     spread: float = SPREAD
 
     @staticmethod
-    def of(tree: Any, values: Sequence[Tensor]) -> Literals:
-        """Those in these arguments of a call that reads and gives these values."""
-        found = [abs(leaf) for leaf in leaves(tree) if type(leaf) in (int, float)]
-        counts = [number for number in found if type(number) is int]
-        lengths = {length for value in values for length in value.shape}
+    def of(tree: Any, op: OpInfo, values: Sequence[Tensor]) -> Literals:
+        """Those in these arguments of a call of an operation that reads and gives these values."""
+        found = [abs(number) for number in _numbers_in(tree)]
+        counts = [int(number) for number in found if isinstance(number, Integral)]
+        takes_sizes = op.gives_view or op.has(Quirk.COPY_OR_VIEW) or op.has(Quirk.TAKES_SIZES)
+        lengths = {length for value in values for length in value.shape} if takes_sizes else set()
         places = [number for number in counts if number not in lengths]
-        most = max([number for number in found if number < inf], default=0.0)
-        spread = min(SPREAD * 10 ** len(str(int(most))), 1e30)
+        most = max([float(number) for number in found if number < inf], default=0.0)
+        spread = min(SPREAD * 10.0 ** len(str(int(most))), 1e30)
         return Literals(max(counts, default=0), max(places, default=0), spread)
 
 
 NO_LITERALS = Literals()
+
+
+def _numbers_in(tree: Any) -> Iterator[Any]:
+    """The numbers among literals, also numpy's, and those in sizes and arrays."""
+    for leaf in leaves(tree):
+        if isinstance(leaf, Number) and not isinstance(leaf, bool):
+            yield leaf
+        elif isinstance(leaf, torch.Size) or is_array(cast(Any, type(leaf))):
+            yield from [number for number in getattr(leaf, "flat", leaf) if isinstance(number, Number)]
 
 
 @frozen
@@ -107,7 +120,7 @@ def candidates(
         return _along_batch(node, reads, len(results))
     plain = _fitting(tuple([value.shape for value in reads]), tuple([one.shape for one in results]), frozenset(unread))
     if op.has(Quirk.ATTENTION):
-        return tuple([align for align in plain if _keeps_sequences(align, node, reads, where)])
+        return tuple([align for align in plain if _is_of_attention(align, node, reads, where)])
     resizes = _resizes(reads, results, unread) if len(reads) == 1 or not node.is_dynamic else ""
     if not resizes:
         return plain
@@ -124,9 +137,7 @@ def candidates(
 def _sizes_in(tree: Any) -> set[int]:
     """The integers among the arguments of a call: a size written there holds for no other count of rows."""
     found = list(leaves(tree))
-    return {
-        size for leaf in found if type(leaf) in (int, torch.Size) for size in ((leaf,) if type(leaf) is int else leaf)
-    }
+    return {int(number) for number in _numbers_in(found) if isinstance(number, Integral)}
 
 
 def _keeps_order(align: Alignment, reads: Sequence[Tensor], result: Tensor, resizes: str) -> bool:
@@ -149,12 +160,19 @@ def _along_batch(node: Call, reads: Sequence[Tensor], outputs: int) -> tuple[Ali
     return (Alignment(tuple(operands), (batch, *[1] * (outputs - 1))),)
 
 
-def _keeps_sequences(align: Alignment, node: Call, reads: Sequence[Tensor], where: Sequence[int]) -> bool:
-    """True if no rows lie along the sequence of keys and values: kernels do not compare their lengths, and read past
-    the end of the shorter.
+def _is_of_attention(align: Alignment, node: Call, reads: Sequence[Tensor], where: Sequence[int]) -> bool:
+    """True for rows of samples or heads in query, key and value; of queries; and of what values hold. Kernels do not
+    compare all sizes, and a mask that leaves one key hides how rows depend on each other.
     """
-    pairs = where[1:3] if len(node.args) > 2 else where
-    return all(align.operands[number] != reads[number].dim() - 2 for number in pairs)
+    if len(node.args) < 3 or any(type(arg) is not Ref for arg in node.args[:3]):
+        return False
+    query, key, value = (align.operands[number] for number in where[:3])
+    rank = reads[where[0]].dim()
+    if query is not None and query == key == value:
+        return query < rank - 2 and all(reads[number].dim() == rank for number in where[:3])
+    if key is not None or (query is not None and value is not None):
+        return False
+    return query == rank - 2 if query is not None else value == reads[where[2]].dim() - 1
 
 
 @lru_cache(maxsize=4096)
@@ -221,8 +239,12 @@ def only_moves(align: Alignment, reads: Sequence[Tensor], call: Callable[[Sequen
     value, generator = reads[number], torch.Generator().manual_seed(0)
     made = torch.randn(value.shape, generator=generator)
     made = made * 10 ** (torch.rand(value.shape, generator=generator) * 60 - 30)
-    if not _is_real(value):
-        made = made.clamp(-100, 100)
+    if value.dtype is torch.bool:
+        made = made > 0
+    elif not _is_real(value):  # also the least and the largest numbers that there are
+        ends = torch.iinfo(value.dtype)
+        made = torch.randint(max(ends.min, -(2**62)), min(ends.max, 2**62), value.shape, generator=generator)
+        made.view(-1)[::3], made.view(-1)[1::3] = ends.min, min(ends.max, 2**63 - 1)
     for odd in (None, nan, inf, -inf) if _is_real(value) else (None,):
         wide = (made if odd is None else torch.full_like(made, odd)).to(value.device, value.dtype)
         try:
@@ -249,6 +271,7 @@ def is_proved(
     many results differ from row to row. Where all rows come out alike, as of `x == 0`, torch's own tag decides.
     """
     evidence, integral = 0, all(value.is_cpu and not _is_real(value) for value in reads)
+    least = 1 if all(map(_is_real, reads)) else MIN_OF_INDICES
     for number in range(MAX_TRIALS):
         try:
             weight = _trial(align, reads, run, literals, number, integral)
@@ -260,7 +283,7 @@ def is_proved(
         if weight is None:
             return False
         evidence += weight
-        if evidence >= ENOUGH:
+        if evidence >= ENOUGH and number + 1 >= least:
             return True
     return evidence > 1 or is_pointwise()
 
@@ -286,7 +309,9 @@ def _trial(
     if length is None:
         return None
     made = [
-        _trial_values(value, axis, length, number * 101 + place, integral, literals.spread)
+        _trial_values(
+            value, axis, length, number * 101 + place, integral, literals.spread, SCALES[number % len(SCALES)]
+        )
         for place, (value, axis) in enumerate(operands)
     ]
     few, whole, many = zip(*made, strict=True)
@@ -367,17 +392,18 @@ def _may_miss(align: Alignment, reads: Sequence[Tensor]) -> bool:
 
 
 def _trial_values(
-    value: Tensor, axis: int | None, length: int, seed: int, integral: bool, spread: float
+    value: Tensor, axis: int | None, length: int, seed: int, integral: bool, spread: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers for one operand of a trial: a few rows, the whole, and more, as `_row_orders` says.
 
     Operands without rows get made-up numbers, too: a convolution by zeros has rows along any axis, and another one of
-    the same shapes has not.
+    the same shapes has not. Whole numbers without rows stay as they are, and a proof is for these alone.
     """
-    if _is_real(value) and (axis is not None or value.numel() <= LARGE or not _is_varied(value)):
+    if _is_real(value):
         kept = value.numel() <= SMALL and (axis is None or length == value.shape[axis])
         make = _reals if kept else _reals.__wrapped__
-        return make(value.shape, value.dtype, value.device, axis, 0 if axis is None else length, seed, spread)
+        numbers = make(value.shape, value.dtype, value.device, axis, 0 if axis is None else length, seed, spread)
+        return numbers if axis is not None or scale == 1 else (numbers[0] * scale,) * 3
     if axis is None:
         return value, value, value
     generator, count = torch.Generator().manual_seed(seed), value.shape[axis]
@@ -396,7 +422,9 @@ def _indices(flat: Tensor, shape: Sequence[int], axis: int, generator: torch.Gen
     """
     known = flat.unique()
     if integral:
-        known = torch.cat((known, known[:1] - 1, known[-1:] + 1))
+        ends = torch.iinfo(flat.dtype)
+        far = torch.tensor([max(ends.min, -100_000), min(ends.max, 100_000)], dtype=flat.dtype, device=flat.device)
+        known = torch.cat((known, known[:1] - 1, known[-1:] + 1, far))
     known = known[torch.randperm(len(known), generator=generator)]
     fewer = torch.randint((len(known) + 1) // 2, shape, generator=generator)
     every = torch.randint(len(known), shape, generator=generator)
@@ -423,8 +451,8 @@ def _reals(
     count = prod(longer)
     if count <= POOL:
         made = _pool(seed)[:count].view(longer).clone()
-    else:
-        made = torch.rand(longer, generator=torch.Generator().manual_seed(seed)).add_(0.1)
+    else:  # the same numbers again and again, but no two rows alike
+        made = _pool(seed)[:PERIOD].repeat(count // PERIOD + 1)[:count].view(longer).clone()
     if axis is not None:
         made.narrow(axis, shape[axis], 1).mul_(spread)
         made.narrow(axis, shape[axis] + 1, 1).sub_(0.5).clamp_(min=0).mul_(-spread)
@@ -439,13 +467,6 @@ def _select_rows(made: Tensor, axis: int, length: int) -> tuple[Tensor, Tensor, 
 
 def _is_real(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
-
-
-def _is_varied(value: Tensor) -> bool:
-    """True if a large value's numbers are as good as random ones; not if most are zero, say."""
-    generator = torch.Generator().manual_seed(0)
-    places = [torch.randint(size, (256,), generator=generator) for size in value.shape]
-    return value[tuple(places)].unique().numel() > 64
 
 
 def close_across_batches(one: Tensor, other: Tensor) -> bool:

@@ -37,8 +37,8 @@ MAX_PROBED = 4_000_000  # numbers: a larger value is taken as it was recorded wh
 
 @define(eq=False)
 class CallSignature:
-    """What is known of all calls with the same function, literals and shapes: their candidate alignments and the
-    proved ones.
+    """What is known of all calls with the same function, literals, shapes and whole numbers: their candidate
+    alignments and the proved ones.
     """
 
     name: str  # of the operation; empty where it is none of torch's own
@@ -340,7 +340,6 @@ def under_vmap(
 # ---- making steps --------------------------------------------------------------------------------------------------
 
 _SIGNATURES: dict[Any, CallSignature] = {}
-_ALIAS = Target.of(alias).name
 
 
 def batched_op(
@@ -397,6 +396,7 @@ def _signature_of(
             signature_key(node.args, met),
             signature_key(node.kwargs, met),
             where,
+            tuple([_content(value) for value in recorded if not (value.is_floating_point() or value.is_complex())]),
         )
         known = _SIGNATURES.get(key)
     except TypeError:  # a literal that cannot be hashed
@@ -405,7 +405,7 @@ def _signature_of(
         name = node.target.short.strip("_") if is_torch_op(node.target) else ""
         unread = _shape_only(name, where)
         found = candidates(node, name, recorded, results, unread, where)
-        literals = Literals.of((node.args, node.kwargs), (*recorded, *results))
+        literals = Literals.of((node.args, node.kwargs), op_info(name), (*recorded, *results))
         known = CallSignature(name, found, unread, literals, not name or is_foreign(node))
         if key is not None:
             if len(_SIGNATURES) > 20000:
@@ -424,6 +424,11 @@ def _shape_only(name: str, where: tuple[int, ...]) -> frozenset[int]:
     else:
         return frozenset()
     return frozenset(where[n] for n in free if n < len(where)) - {at for n, at in enumerate(where) if n not in free}
+
+
+def _content(value: Tensor) -> int:
+    """A digest of whole numbers or answers: a proof with these as indices or as a mask says nothing of others."""
+    return hash(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
 
 
 @lru_cache(maxsize=256)
@@ -452,4 +457,4 @@ def asks_for_layout(node: Call) -> bool:
 
 def is_torch_op(target: Target) -> bool:
     """True for torch's own operations."""
-    return (target.name.startswith("torch.") and not target.is_of_a_library) or target.name == _ALIAS
+    return (target.name.startswith("torch.") and not target.is_of_a_library) or target.function is alias
