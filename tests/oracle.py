@@ -145,7 +145,10 @@ def surroundings() -> dict[str, Any]:
             vars(module).get("handle_torch_function") is torch.overrides.handle_torch_function
             for module in (nn.functional, torch.functional, torch._tensor)
         ],
-        "module calls": [id(getattr(nn.Module, name)) for name in ("__call__", "_call_impl", "__setattr__", "forward")],
+        "module calls": [
+            (id(f), id(f.__code__))
+            for f in (nn.Module.__call__, nn.Module._call_impl, nn.Module.__setattr__, nn.Module.forward)
+        ],
         "global hooks": [
             len(hooks)
             for name, hooks in vars(nn.modules.module).items()

@@ -696,3 +696,32 @@ def test_what_is_known_of_a_tensor_that_is_gone_is_said_of_none_in_its_place():
         with pytest.raises(rl.StaleValue):
             prog.replay()
         del model, prog
+
+
+def kept_call(self, *args, **kwargs):
+    return self._call_impl(*args, **kwargs)
+
+
+def closed_call(count):
+    def call(self, *args, **kwargs):
+        count.append(self)
+        return self._call_impl(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("other", [None, kept_call, closed_call([])], ids=["torch's own", "a function", "a closure"])
+def test_the_entry_of_modules_is_what_it_was(other, monkeypatch):
+    """Another library may have put a function of its own there."""
+    if other is not None:
+        monkeypatch.setattr(nn.Module, "__call__", other)
+    entry, code, during = nn.Module.__call__, nn.Module.__call__.__code__, []
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[1].register_forward_hook(lambda *_: during.append(nn.Module.__call__))
+    wanted = model(x())
+    prog = rl.capture(model, x())
+    assert prog.module_num_passes == {"0": 1, "1": 1}
+    assert_same(prog.output, wanted)
+    assert (nn.Module.__call__, nn.Module.__call__.__code__) == (entry, code)
+    if not entry.__closure__:
+        assert during == [entry] * 2  # the class is never given another attribute

@@ -287,8 +287,8 @@ class Provenance:
 
     def same_buffers(self) -> bool:
         """True if every module has the buffers that it had when the capture began, by the same names."""
-        held = [*map(_buffers, self.modules)]
-        now, first = [*chain.from_iterable(map(_values, held))], [h for _, _, h in self.begun]
+        held, first = [*filter(None, map(_buffers, self.modules))], [h for _, _, h in self.begun]
+        now = [*chain.from_iterable(map(_values, held))]
         then = [*chain.from_iterable(map(_values, first))]
         return (
             len(now) == len(then)

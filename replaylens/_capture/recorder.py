@@ -40,7 +40,7 @@ from .aliasing import MADE_OUTSIDE_TORCH, Alias, AliasTracker, Storage, geometry
 from .dispatch import Rule, is_new_memory
 from .provenance import Provenance, StartMark, is_older, thread_fingerprint
 from .questions import Query
-from .recording import PLAIN, CallRecord, CodePosition, GuardRecord, Recording, SourceRecord, ValueId
+from .recording import PLAIN, VALUE_IDS, CallRecord, CodePosition, GuardRecord, Recording, SourceRecord, ValueId
 from .rng import DrawLog, recorded_generator
 from .scopes import callers, user_frame, user_line
 from .user_code import is_torch_code
@@ -429,7 +429,7 @@ class Recorder(TorchFunctionMode):
             return self._origin(tensor)
         recording = self.recording
         values, versions = recording.values, recording.versions
-        handle = memory.live[number] = ValueId(len(values))
+        handle = memory.live[number] = VALUE_IDS[len(values)]
         values.append(tensor)
         memory.counters_at_start[number] = count = version_of(tensor)
         versions.append(count)

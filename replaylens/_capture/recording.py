@@ -37,6 +37,19 @@ class ValueId(int):
     __slots__ = ()
 
 
+class _ValueIds(dict[int, ValueId]):
+    """The ValueId of each number. Making one takes longer than looking it up, so the first ones are kept."""
+
+    def __missing__(self, number: int) -> ValueId:
+        made = ValueId(number)
+        if number < 65_536:
+            self[number] = made
+        return made
+
+
+VALUE_IDS = _ValueIds()
+
+
 def value_ids_in(tree: Any) -> list[ValueId]:
     """The ValueIds among the leaves of a tree, from left to right."""
     return leaves_of(ValueId, tree)
@@ -262,7 +275,7 @@ class Recording:
 
     def keep(self, tensor: torch.Tensor) -> ValueId:
         """A new ValueId, for the value that this tensor holds now."""
-        handle = ValueId(len(self.values))
+        handle = VALUE_IDS[len(self.values)]
         self.values.append(tensor)
         self.versions.append(version_of(tensor))
         return handle

@@ -6,7 +6,8 @@ While captures run, these entries into torch are ours. Each looks for a capture 
 on; they are put back when the last capture ends.
 
 * `nn.Module.__call__`: global forward hooks cost six times as much, and see an output before the user's hooks change
-  it.
+  it. The function stays and its code is exchanged: a new attribute of a class with a thousand subclasses would have
+  Python look up the methods of each anew, which takes longer than the capture of a small model.
 * `Function.apply`, one class below `Function` itself, where an `apply` that was taken from its class earlier (`swish =
   Swish.apply`) comes by too. From torch 2.14 on such an `apply` is bound to C, and all that is seen of it is that it
   asks its class for the backward.
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from threading import get_ident
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
@@ -96,7 +97,7 @@ def model_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 @boundary
-def _traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _traced_call(self: nn.Module, args: Any, kwargs: Any) -> Any:
     if turns:
         wait_for_turns((id(self),))
     stack = _listeners.get(get_ident())
@@ -105,6 +106,19 @@ def _traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if stack
         else _originals["call"](self, *args, **kwargs)
     )
+
+
+def _call_template(self: Any, *args: Any, **kwargs: Any) -> Any:
+    call: Any = "stands for _traced_call"
+    return call(self, args, kwargs)
+
+
+_template = _call_template.__code__
+# Runs as the code of a function of torch, whose globals it cannot use: what it calls is one of its constants.
+_entry_code: Any = _template.replace(
+    co_consts=tuple([_traced_call if type(const) is str else const for const in _template.co_consts])
+)
+_put_in_call: Any = FunctionType(_entry_code, globals(), "_traced_call")  # where torch's own function is replaced
 
 
 def _traced_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -155,9 +169,10 @@ def _traced_function(function: Any, relevant: Any, *args: Any, **kwargs: Any) ->
 
 _traced_entry: Any = classmethod(_traced_apply)
 _originals: dict[str, Any] = {"call": _module_call}
+_exchanged: list[tuple[Any, CodeType]] = []  # functions that run our code now, each with its own
 
 
-modules_inside.update(dict.fromkeys((_module_call.__code__, _traced_call.__code__), lambda held: (id(held["self"]),)))
+modules_inside.update(dict.fromkeys((_module_call.__code__, _entry_code), lambda held: (id(held["self"]),)))
 
 
 def exclusive(modules: Callable[[], Iterable[nn.Module]], work: Callable[[Turn], T]) -> T:
@@ -179,9 +194,15 @@ def _enter(here: int, listener: Listener) -> None:
 
 
 def _put_in() -> None:
-    if nn.Module.__call__ is not _traced_call:
-        _originals["call"] = nn.Module.__call__
-        nn.Module.__call__ = _traced_call  # type: ignore[method-assign]
+    if (call := nn.Module.__call__) is not _put_in_call and getattr(call, "__code__", None) is not _entry_code:
+        _take_call_out()  # another one stands there since
+        if type(call) is FunctionType and not call.__closure__ and not call.__defaults__:
+            _originals["call"] = _with_its_code(call)
+            _exchanged.append((call, call.__code__))
+            call.__code__ = _entry_code
+        else:
+            _originals["call"] = call
+            nn.Module.__call__ = _put_in_call  # type: ignore[method-assign]
     for owner in _OWNERS:
         if owner.__dict__.get("apply") is not _traced_entry:
             owner.apply = _traced_entry
@@ -191,6 +212,22 @@ def _put_in() -> None:
         set_swap_of_tensors(_traced_swap)
     set_way_to_modes(_traced_function)
     threads.put_in()
+
+
+def _with_its_code(function: FunctionType) -> FunctionType:
+    """A copy of the function, which keeps its code when the function itself is given ours."""
+    made = FunctionType(function.__code__, function.__globals__, function.__name__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _take_call_out() -> None:
+    for function, code in _exchanged:
+        if function.__code__ is _entry_code:
+            function.__code__ = code
+    _exchanged.clear()
+    if nn.Module.__call__ is _put_in_call:
+        nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
 
 
 def _leave(here: int, listener: Listener) -> None:
@@ -211,8 +248,7 @@ def _take_out_if_idle() -> None:
 
 
 def _take_out() -> None:
-    if nn.Module.__call__ is _traced_call:
-        nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
+    _take_call_out()
     if SingleLevelFunction.__dict__.get("apply") is _traced_entry:
         del SingleLevelFunction.apply
     if Function.__dict__["apply"] is _traced_entry:

@@ -77,7 +77,7 @@ def set_aside() -> None:
     gc.freeze()
     if 0 < _thresholds[0] < _THRESHOLD:
         gc.set_threshold(_THRESHOLD, *_thresholds[1:])
-    if _uncounted > _COUNT_AFTER:
+    if _uncounted > max(_COUNT_AFTER, _known // 4):  # counting takes as long as a collection
         _count()
 
 

@@ -384,11 +384,10 @@ def _compare_attributes(
         seen.add((id(module), path))
         now = attribute_at(vars(module), path) if isinstance(module, nn.Module) else source.tensor
         _compare(recorder, source.where, source.tensor, now, first_values)
-    known = recorder.origins.known_modules if snapshot.attributes else ()
     for module, attributes in snapshot.attributes:
         for key, first in attributes.items():
             is_replaced = type(first) in PLAIN and (now := vars(module).get(key)) is not first
-            if is_replaced and (id(module), key) not in seen and id(module) in known:
+            if is_replaced and (id(module), key) not in seen and id(module) in recorder.origins.known_modules:
                 _compare(recorder, (module, key), first, now if isinstance(now, torch.Tensor) else None, first_values)
 
 

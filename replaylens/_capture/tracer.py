@@ -65,6 +65,7 @@ from .questions import next_functions, shows_flags
 from .recorder import Recorder, RetraceAtDispatch, ThreadRead, first_user_frame, tensors_in
 from .recording import (
     PLAIN,
+    VALUE_IDS,
     CallRecord,
     CodePosition,
     GuardRecord,
@@ -268,7 +269,7 @@ class Tracer(Recorder):
         recording = self.recording
         if type(out) is _Tensor:
             values = recording.values
-            handle = ValueId(len(values))
+            handle = VALUE_IDS[len(values)]
             values.append(out)
             recording.versions.append(out._version if is_plain else version_of(out))
             live[id(out)] = handle
@@ -583,7 +584,7 @@ class Tracer(Recorder):
         recording, outer, outer_site, forward = self.recording, self.scope, self.opened_site, self.forward
         if self.wrapped and outer >= 0 and self.wrapped.get(id(module)) is recording.scopes[outer].module:
             return call(module, *args, **kwargs)  # recorded as a call of the compiler's wrapper
-        scopes, frame = recording.scopes, _frame(2)
+        scopes, frame = recording.scopes, _frame(3)
         site = (frame.f_code, frame.f_lasti) if frame.f_code is forward else self.line(frame)
         self.scope = index = len(scopes)
         scopes.append(_tuple(ScopeRecord, (module, outer, site, False)))
