@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -525,3 +527,88 @@ def test_an_edit_that_makes_a_caught_view_impossible_is_no_raw_error():
     for choice in ("raise", "ignore"):
         with pytest.raises(rl.DivergedReplay):
             prog.with_patch({"l": other_way}, on_divergence=choice)
+
+
+# ---- guards that hide what is asked ----------------------------------------------------------------------------------
+
+Off = torch._C.DisableTorchFunction
+
+
+def hides_by_a_name(x):
+    off = torch._C.DisableTorchFunction
+    with off():
+        return bool(x.sum() > 0)
+
+
+def hides_by_an_import(x):
+    from torch._C import DisableTorchFunction as off
+
+    with off():
+        return bool(x.sum() > 0)
+
+
+def hides_by_a_choice(x):
+    with (torch._C.DisableTorchFunction if x.dim() else nullcontext)():
+        return bool(x.sum() > 0)
+
+
+def hides_by_a_partial(x):
+    with partial(torch._C.DisableTorchFunctionSubclass)():
+        return bool(x.sum() > 0)
+
+
+def hides_by_a_global(x):
+    with Off():
+        return bool(x.sum() > 0)
+
+
+def hides_by_a_string(x):
+    with torch._C.DisableTorchFunction():
+        return bool(x.sum() > 0)
+
+
+def hides_in_a_lambda(x):
+    return (lambda: hides_by_a_name(x))() if x.dim() else (lambda off=Off: off())()
+
+
+@pytest.mark.parametrize("asks", [one for name, one in globals().items() if name.startswith("hides_")])
+def test_what_is_asked_where_no_function_mode_sees_it_is_a_guard(asks):
+    """Such a guard may be bound to another name before it is called."""
+    model = type("Hides", (nn.Module,), {"forward": lambda self, x: x * 2 if asks(x) else x * 3})()
+    prog = rl.capture(model, torch.ones(2))
+    run = prog.replay(-torch.ones(2))
+    assert run.departures
+    assert run.output.tolist() == [-3, -3]
+
+
+class Row(nn.Module):
+    def forward(self, x):
+        return x[1:]
+
+
+class WritesARowOfItself(nn.Module):
+    """Raises where the row lies in the memory that is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.row = Row()
+
+    def forward(self, x):
+        with suppress(RuntimeError):
+            x.copy_(self.row(x)[0])
+        return x
+
+
+def test_an_exception_of_shared_memory_is_none_where_a_patch_shares_none():
+    def change(value):
+        return value * 2 + 1
+
+    rows, model = torch.arange(6.0).view(3, 2), WritesARowOfItself()
+    handle = model.row.register_forward_hook(lambda module, args, output: change(output))
+    wanted = model(rows.clone())
+    handle.remove()
+    prog = rl.capture(model, rows.clone())
+    assert torch.equal(prog.output, rows)
+    run = prog.replay(patch={"row": change})
+    assert run.departures
+    assert torch.equal(run.output, wanted)

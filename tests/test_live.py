@@ -1404,3 +1404,40 @@ def test_a_model_that_is_run_again_begins_where_the_recorded_forward_began(does,
 @pytest.mark.parametrize("does", HOLDING, ids=lambda does: does.__name__)
 def test_a_model_that_writes_what_it_hands_on_is_right_for_the_check(does, hands_on):
     assert rl.check(Holds(does, hands_on), torch.ones(2, 4))
+
+
+class WritesWhatItIsGiven(nn.Module):
+    """A module that writes its argument and returns it; the caller holds the argument, and writes the output."""
+
+    def __init__(self, argument, then):
+        super().__init__()
+        self.relu, self.argument, self.then = nn.ReLU(inplace=True), argument, then
+
+    def forward(self, x):
+        given = self.argument(x * 1.0)
+        out = self.relu(given)
+        return given, self.then(out), x
+
+
+ARGUMENTS = {
+    "fresh": lambda y: y,
+    "a view": lambda y: y[0:],
+    "a part": lambda y: y[1:],
+    "a view of a view": lambda y: y[0:].view(-1),
+    "of another shape": lambda y: y.t(),
+}
+WRITES = {"adds": lambda out: out.add_(0.5), "sets": lambda out: out.fill_(3.0), "reads": lambda out: out + 0.5}
+
+
+@pytest.mark.parametrize("then", WRITES)
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_a_patch_at_a_module_that_writes_its_argument_leaves_the_argument(argument, then):
+    def change(value):
+        return value * 2 + 1
+
+    values, model = torch.randn(3, 3), WritesWhatItIsGiven(ARGUMENTS[argument], WRITES[then])
+    handle = model.relu.register_forward_hook(lambda module, args, output: change(output))
+    wanted = model(values)
+    handle.remove()
+    assert_same(rl.run(model, values, patch={"relu": change}).output, wanted)
+    assert_same(rl.capture(model, values).replay(patch={"relu": change}).output, wanted)

@@ -1234,3 +1234,50 @@ def test_a_state_that_differs_from_sample_to_sample_is_refused():
     states = torch.stack([torch.Generator().manual_seed(seed).get_state() for seed in range(2)])
     with pytest.raises(rl.BadPatch, match="it differs from sample to sample"):
         torch.func.vmap(prog.function([label]), randomness="same")(states)
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+class Monitored(nn.Module):
+    """The output needs `a` alone, and the model draws for `b` before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = Noise(), Noise(), nn.Tanh()
+
+    def forward(self, x):
+        self.c(self.b(x))
+        return self.a(x)
+
+
+@pytest.mark.parametrize("keep", ["all", ["b"], ["b", "c"], ["c"]], ids=str)
+def test_fresh_numbers_are_those_of_the_model_also_where_the_output_needs_none(keep):
+    wanted, model, handles = {}, Monitored(), []
+    for name in ("a", "b", "c"):
+
+        def hook(module, args, output, name=name):
+            return wanted.update({name: output})
+
+        handles.append(model.get_submodule(name).register_forward_hook(hook))
+    torch.manual_seed(5)
+    model(x())
+    for handle in handles:
+        handle.remove()
+    torch.manual_seed(0)
+    prog = rl.capture(model, x())
+    torch.manual_seed(5)
+    run = prog.replay(rng="fresh", keep=keep)
+    assert torch.equal(run.output, wanted["a"])
+    for name in "abc" if keep == "all" else keep:
+        assert torch.equal(run[name], wanted[name])
+
+
+@pytest.mark.parametrize("name", ["b", "c"])
+def test_a_fresh_number_that_was_not_kept_is_no_recorded_one(name):
+    prog = rl.capture(Monitored(), x())
+    with pytest.raises(rl.ReplaylensError, match=r"fresh draws cannot be repeated. Pass keep="):
+        prog.replay(rng="fresh")[name]
+    torch.testing.assert_close(prog.replay(rng="fresh")["input_1"], x())

@@ -202,6 +202,24 @@ def test_small_values_may_stay_until_they_fill_a_megabyte(mode, monkeypatch):
     assert max(large.alive[-20:]) <= 4
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_at_the_end_no_megabyte_is_left(mode, monkeypatch):
+    monkeypatch.setattr(memory_saving, "PATIENCE", PATIENCE)
+    with mode():
+        for size in (2**12, 2**16, 2**19):  # 48 of them fill .8, 12, 100 megabytes
+            made = []
+
+            def model(x, made=made):
+                for _ in range(48):
+                    x = x.tanh()
+                    made.append(weakref.ref(x))
+                return x.sum()
+
+            prog = rl.capture(model, torch.randn(size), save="none")
+            assert sum(one() is not None for one in made) * size * 4 < PATIENCE
+            assert prog.output.shape == ()
+
+
 def test_of_what_is_wanted_no_more_is_kept_while_the_model_runs():
     with torch.no_grad():
         model = Counting(torch.tanh)
@@ -442,3 +460,33 @@ def a_third(layer):
 def test_every_law_holds_for_a_program_that_saved_little(name, save):
     broken, _ = oracle.broken_laws(MODELS[name], tuple([oracle.saving(save, law) for law in oracle.LAWS]))
     assert not broken
+
+
+class WritesAPart(nn.Module):
+    """Torch refuses to show the `grad_fn` of the part: it was made with gradients, and written without them."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        part = self.p.split(1)[0]
+        with torch.no_grad():
+            part.mul_(2)
+        return x + self.p
+
+
+def test_a_model_that_writes_a_part_of_a_parameter_saves_nothing_too():
+    wanted = WritesAPart()(torch.ones(2))
+    assert torch.equal(rl.capture(WritesAPart(), torch.ones(2), save="none").output, wanted)
+
+
+@pytest.mark.parametrize("save", ["all", "none", ["1"], ["relu_1"]], ids=str)
+def test_an_edited_program_is_as_old_as_its_values(save):
+    """A value that an edit runs again has a write counter of its own."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Tanh(), nn.Linear(3, 3))
+    edited = rl.capture(model, torch.ones(1, 3), save=save).with_patch({"3": lambda value: value * 2})
+    handle = model[2].register_forward_hook(lambda module, args, output: output * 2)
+    wanted = model(torch.ones(1, 3)) * 2
+    handle.remove()
+    assert torch.equal(edited.replay(patch={"2": lambda value: value * 2}).output, wanted)

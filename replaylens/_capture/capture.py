@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._edit.select import SAVE_EVERYTHING, SaveSpec
+from .._ir.autograd import history_of
 from .._ir.equality import python_attributes, same_content
 from .._ir.graph import Graph
 from .._ir.interrupts import after_fork, during, exclusive_generator, reset_lock, restoring_modes
@@ -352,7 +353,7 @@ def record_of(captured: Captured) -> Record:
 def holds_histories(captured: Captured) -> bool:
     """True if a value, or what the model returned, keeps the saved tensors of a backward pass alive."""
     values: list[Any] = captured.recording.values
-    return any(type(value) is not Freed and value.grad_fn is not None for value in values)
+    return any(type(value) is not Freed and value.requires_grad and history_of(value) is not None for value in values)
 
 
 def _is_written_leaf(source: Any, value: torch.Tensor | None) -> bool:

@@ -53,6 +53,8 @@ def memory_saving_tracer(spec: SaveSpec) -> Callable[[Recording, Provenance, Sta
 
 def stop_observing(recording: Recording) -> None:
     """After the forward: a plain list of values again, so that nothing holds the tracer."""
+    if isinstance(recording.values, _RecordedValues):
+        recording.values.dropper.drop_at_end()
     recording.values = list(recording.values)
 
 
@@ -65,7 +67,7 @@ class MemorySavingTracer(Tracer):
         super().__init__(recording, origins, date, deep, unknown)
         guess = SaveGuess(spec, recording, addresses(origins.table) if spec.keys else {})
         self.dropper = ValueDropper(recording, self.memory, guess, self.in_trees, self.aliased, self.aliases)
-        recording.values = _RecordedValues(self.dropper.rollback)
+        recording.values = _RecordedValues(self.dropper)
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
         self.dropper.drop_when_due()
@@ -163,6 +165,16 @@ class ValueDropper:
             self._look_at_new()
             self._drop_unreferenced()
 
+    def drop_at_end(self) -> None:
+        """Drops what has died, if it fills enough memory."""
+        values = self.recording.values
+        new = range(self.counted, len(values))
+        held = [*[handles[0] for handles in self.watched.values()], *new]
+        if sum(_bytes_of(_raw_value(values, number)) for number in held) >= PATIENCE:
+            self._look_at_new()
+            for number in reversed([*self.old, *self.young]):
+                self._drop_if_unreferenced(number)
+
     def _look_at_new(self) -> None:
         """Notes which of the values that have come since the last look are wanted."""
         records, outputs = self.recording.records, self.recording.scope_outputs
@@ -190,7 +202,8 @@ class ValueDropper:
         if id(tensor) not in self.watched:
             self.watched[id(tensor)] = []
             self.young[id(tensor)] = 0
-        self.watched[id(tensor)].append(handle)
+        if handle not in self.watched[id(tensor)]:  # a write gives one value at several places
+            self.watched[id(tensor)].append(handle)
 
     def _keep(self, handle: ValueId) -> None:
         self.recording.unwanted.discard(handle)
@@ -291,8 +304,8 @@ class ValueDropper:
 class _RecordedValues(list[Any]):
     """The recorded values. Reading a dropped one retraces the model with all values kept."""
 
-    def __init__(self, rollback: Callable[[int], None]) -> None:
-        self.rollback = rollback
+    def __init__(self, dropper: ValueDropper) -> None:
+        self.dropper = dropper
 
     def __getitem__(self, index: Any) -> Any:
         value = list.__getitem__(self, index)
@@ -302,10 +315,15 @@ class _RecordedValues(list[Any]):
 
     def __delitem__(self, index: Any) -> None:
         list.__delitem__(self, index)
-        self.rollback(index.start)
+        self.dropper.rollback(index.start)
 
 
 _raw_value = list.__getitem__  # of the recorded values, also of one that was dropped
+
+
+def _bytes_of(value: Any) -> int:
+    """The size of a recorded value; parameters stay whatever happens."""
+    return 0 if type(value) is _Parameter else getattr(value, "nbytes", 0)
 
 
 def _has_other_aliases(tensor: torch.Tensor) -> bool:

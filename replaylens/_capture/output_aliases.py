@@ -214,14 +214,17 @@ def add_output_aliases(recording: Recording) -> None:
     known = recording.addresses() if recording.addresses else Addresses({})
     recording.addresses = lambda: known
     roots = {number for number, address in known.modules.items() if not address}
-    returned_twice = {
-        h for h, (first, count) in recording.hand_offs.twice.items() if first in recording.aliasing.writes[count:]
-    }
+    last_writes = {first: number for number, first in enumerate(recording.aliasing.writes)}
+
+    def written_later(held: Mapping[ValueId, tuple[ValueId, int]]) -> set[ValueId]:
+        return {handle for handle, (first, count) in held.items() if last_writes.get(first, -1) >= count}
+
+    returned_twice = written_later(recording.hand_offs.twice)
     recording.hand_offs.written_twice |= {
         r.returns for r in recording.records if is_output_alias(r) and r.returns in returned_twice
     }
     found = _Reads(recording)
-    if redundant := found.redundant():
+    if redundant := found.redundant(written_later(recording.hand_offs.views)):
         _remove(recording, redundant)
         found = _Reads(recording)
     outputs = enumerate(recording.scope_outputs)
@@ -291,8 +294,10 @@ class _Reads:
         record = self.recording.records[self.made[handle]] if handle in self.made else None
         return isinstance(record, CallRecord) and record.is_differentiated
 
-    def redundant(self) -> set[int]:
-        """Positions of aliases that distinguish nothing: only they read their value, or nothing reads either later."""
+    def redundant(self, written_views: set[ValueId]) -> set[int]:
+        """Positions of aliases that distinguish nothing: only they read their value, or nothing reads either later.
+        `written_views`: aliases of views whose memory is written later, which reads the base alone.
+        """
         found: set[int] = set()
         patched = set(self.recording.patched.values())
         late = stale_views(self.recording)
@@ -301,6 +306,7 @@ class _Reads:
                 position in patched
                 or record.returns in late
                 or record.returns in self.recording.hand_offs.written_twice
+                or record.returns in written_views
             ):
                 continue
             if record.is_differentiated and not self.is_differentiated(record.args[0]):

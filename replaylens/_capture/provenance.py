@@ -33,7 +33,7 @@ from .._ir.util import cached_property
 from .recording import Addresses
 from .scopes import addresses, module_table, other_addresses
 from .snapshot import ModuleContents, ModuleDicts, collect_new, is_frozen, set_aside, set_back
-from .user_code import calls_any_of, closure_values
+from .user_code import calls_any_of, closure_values, identifiers, referenced_by, user_function
 
 _MOST = 10_000  # objects that are searched
 _PYTHONS_OWN = frozenset(("builtins", "itertools", "collections"))
@@ -501,16 +501,24 @@ def _new(module: nn.Module, now: Any, first: dict[str, Any]) -> Iterator[tuple[n
 
 
 def reaches_scripts(origins: Provenance) -> bool:
-    """True if the code of the model's modules names a TorchScript function: a function mode does not see such calls."""
+    """True if code of the model names what a function mode does not see: a TorchScript function, a hidden constructor,
+    a guard that hides calls.
+    """
     kinds: set[Any] = {type(module) for module, _, _ in origins.table}
-    return any(_names_scripts(kind) for kind in kinds)
+    if any(map(_names_scripts, kinds)):
+        return True
+    given = [value for _, attributes in origins.attributes_begun for value in attributes.values() if callable(value)]
+    return any(_calls_script(thing, 3, set()) for thing in ((), origins.model)[origins.root is None :] + tuple(given))
 
 
-# Constructors and the like that no function mode sees, as a model names them.
+# Constructors that no function mode sees. A model may name them without calling one, in `isinstance`; what it made by
+# calling one under another name is noticed as soon as it is read.
 _HIDDEN = frozenset(
     """Tensor FloatTensor DoubleTensor HalfTensor BFloat16Tensor LongTensor IntTensor ShortTensor CharTensor ByteTensor
-    BoolTensor DisableTorchFunction DisableTorchFunctionSubclass""".split()
+    BoolTensor""".split()
 )
+# What hides calls of the model's: nothing within is noticed, so that naming one counts.
+_HIDING = frozenset(("DisableTorchFunction", "DisableTorchFunctionSubclass"))
 
 
 @lru_cache(maxsize=4096)
@@ -518,27 +526,39 @@ def _names_scripts(kind: Any) -> bool:
     for cls in kind.__mro__:
         if cls.__module__.startswith("torch."):
             break
-        functions = [value for value in vars(cls).values() if isinstance(value, FunctionType)]
-        if any(_calls_script(function, 3, set()) for function in functions):
+        if any(_calls_script(value, 3, set()) for name, value in vars(cls).items() if name != "__init__"):
             return True
     return False
 
 
-def _calls_script(function: Any, depth: int, seen: set[int]) -> bool:
-    """True if a ScriptFunction is among the globals that a function names, or that those name in turn."""
-    if id(function) in seen:
+def _calls_script(thing: Any, depth: int, seen: set[int]) -> bool:
+    """True if such a thing is among what a function names, or what that names in turn."""
+    if isinstance(thing, torch.jit.ScriptFunction) or (type(thing) is type and thing.__name__ in _HIDING):
+        return True
+    if isinstance(thing, partial):
+        return any(_calls_script(one, depth, seen) for one in (thing.func, *thing.args, *thing.keywords.values()))
+    function = user_function(thing)
+    if function is None and _is_of_users_class(type(thing)):  # type: ignore[arg-type]
+        function = next(
+            (user_function(vars(c)["__call__"]) for c in type(thing).__mro__ if "__call__" in vars(c)), None
+        )
+    if function is None or id(function) in seen or (function.__module__ or "").startswith("torch"):
         return False
     seen.add(id(function))
-    if calls_any_of(function.__code__, _HIDDEN):
+    if calls_any_of(function.__code__, _HIDDEN) or not _HIDING.isdisjoint(identifiers(function.__code__)):
         return True
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, torch.jit.ScriptFunction):
-            return True
-        is_users = isinstance(value, FunctionType) and not (value.__module__ or "").startswith("torch")
-        if depth and is_users and _calls_script(value, depth - 1, seen):
-            return True
-    return False
+    return depth > 0 and any(_calls_script(one, depth - 1, seen) for one in referenced_by(function))
+
+
+@lru_cache(maxsize=4096)
+def _is_of_users_class(kind: Any) -> bool:
+    """True for a class of objects that may be called, other than torch's and Python's own, and modules."""
+    return not issubclass(kind, (nn.Module, type, ModuleType)) and kind.__module__.partition(".")[0] not in (
+        "builtins",
+        "torch",
+        "functools",
+        "numpy",
+    )
 
 
 def _modules_of(model: Any) -> Iterator[nn.Module]:

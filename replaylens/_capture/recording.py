@@ -175,6 +175,8 @@ class HandOffs:
     # values that a module returned twice: the first value of their memory, the number of writes before
     twice: dict[ValueId, tuple[ValueId, int]] = field(factory=dict)
     written_twice: set[ValueId] = field(factory=set)  # of twice, those that were written later
+    # names of views that modules returned and others hold: the first value of their memory, the number of writes before
+    views: dict[ValueId, tuple[ValueId, int]] = field(factory=dict)
     differentiated: set[int] = field(factory=set)  # module calls that returned inside torch.func.grad or the like
 
 

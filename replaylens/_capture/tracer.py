@@ -399,7 +399,9 @@ class Tracer(Recorder):
                 reads, named = self.read_all(args, kwargs)
                 again = what_is_raised(func, *args, **kwargs) if rule.how is not Handling.OPAQUE else error
                 if exception_name(again) != exception_name(error):
-                    self._ask_flags_of(tensors_in(args, kwargs))
+                    self._ask_flags_of(tensors)
+                    if len({storage_of(tensor) for tensor in tensors}) < len(tensors):  # of shared memory, then
+                        self.guard(func, reads, named, None, False)  # which other values may not share
                     return
         except (ReplaylensError, RetraceAtDispatch) as refusal:
             self.refused = self.refused or refusal
@@ -699,6 +701,9 @@ class Tracer(Recorder):
             self.note_alias(tensor, made)
             returns = self.results(made, alias, (tensor,), {}, [tensor])
             self.append(alias, _IDENTITY, [source, number], {}, returns, None, None, False)
+            known = self.memory.live.get(id(tensor))
+            if isinstance(known, Alias) and known.steps:
+                self.recording.hand_offs.views[returns] = known.base.first, len(self.memory.written)
         return made
 
     def _handed_out(self, tensor: torch.Tensor) -> ValueId | None:

@@ -436,7 +436,8 @@ def referenced_by(function: FunctionType) -> list[Any]:
     """What a function refers to."""
     known = function.__globals__
     named = [known[name] for code in nested_code(function.__code__) for name in code.co_names if name in known]
-    return [*named, *closure_values(function)]
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [*named, *closure_values(function), *defaults]
 
 
 def reachable_functions(things: Iterable[Any]) -> list[FunctionType]:

@@ -335,9 +335,10 @@ class _Derivation:
         return found
 
     def versions(self, values: ValueByRef) -> Versions:
-        """The write counters of all values; those of shared values as recorded."""
-        old, same = self.record.versions, self.same
-        return Versions((ref, old[same[ref]] if ref in same else version_of(t)) for ref, t in values.items())
+        """The write counters of all values; those of the very tensors of the record as recorded."""
+        old, held = self.record.versions, self.record.values
+        origins = ((ref, t, self.same.get(ref)) for ref, t in values.items())
+        return Versions((ref, old[was] if was and held.get(was) is t else version_of(t)) for ref, t, was in origins)
 
     def live(self) -> dict[str, torch.Tensor]:
         """The model's own parameters and inputs, and those that the edit brought."""

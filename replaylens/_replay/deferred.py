@@ -26,7 +26,7 @@ from .interpreter import Code
 from .plan import Plan, plan
 from .record import Cache, Record
 from .runner import Values, run_code
-from .supply import InitialEnv, known_marks
+from .supply import InitialEnv, is_drawn_anew, known_marks, reached_by_draws
 
 
 def version_mark(value: Any) -> Any:
@@ -173,8 +173,13 @@ class DeferredValues:
     def _reached(self) -> bytearray:
         """Marks of what the changes and the functions of an edit reach, also where the output does not need it."""
         graph, request = self.record.graph, self.request
-        changed = (*request.changed, *request.given, *request.start, *self.once)
-        return graph.marked_descendants([graph.nodes[position].name for position in changed])
+        drawn = [p for p in graph.drawing if is_drawn_anew(graph, request, p)] if request.fresh else []
+        ran = [p for p in drawn if graph.nodes[p].name in self._executed]
+        changed = (*request.changed, *request.given, *request.start, *self.once, *ran)
+        marks = graph.marked_descendants([graph.nodes[position].name for position in changed])
+        for position, mark in enumerate(reached_by_draws(graph, request)) if request.fresh else ():
+            marks[position] |= mark
+        return marks
 
     def _run_part(self, position: int) -> None:
         graph, name = self.record.graph, self.record.graph.nodes[position].name

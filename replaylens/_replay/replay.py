@@ -36,7 +36,7 @@ from .record import Cache, Record, detached, recomputed
 from .request import Change, Request
 from .resolve_patches import PatchRunner
 from .runner import Values, run_code
-from .supply import InitialEnv, Origin, Run, is_drawn_anew, known_marks
+from .supply import InitialEnv, Origin, Run, is_drawn_anew, known_marks, reached_by_draws
 
 
 def replay(
@@ -269,13 +269,15 @@ def _planned(
     record: Record, request: Request, wanted: frozenset[int], keep: frozenset[int], places: Mapping[int, Any]
 ) -> Plan:
     graph = record.graph
-    drawn = graph.drawn.values() if request.fresh else ()
-    fresh = [position for position in drawn if is_drawn_anew(graph, request, position)]
+    if request.fresh:  # what is drawn once more later would be other numbers
+        reached, last = reached_by_draws(graph, request), len(graph) if request.to is None else request.to
+        wanted |= {position for position in request.keep if reached[position] and position <= last}
+    drawn = [p for p in graph.drawing if is_drawn_anew(graph, request, p)] if request.fresh else ()
     return plan(
         graph,
         wanted,
         known_marks(record, request),
-        (*request.changed, *request.given, *request.start, *fresh),
+        (*request.changed, *request.given, *request.start, *drawn),
         rerun_all=request.whole,
         keep=keep,
         until=request.to,

@@ -168,6 +168,16 @@ def is_drawn_anew(graph: Graph, request: Request, position: int) -> bool:
     return isinstance(node, Call) and bool(node.draws) and not node.is_seeded and position not in request.start
 
 
+def reached_by_draws(graph: Graph, request: Request) -> bytearray:
+    """Marks of the nodes that a fresh replay gives other values than recorded, or would if it ran them. What led to the
+    node on whose recorded value it begins is as recorded.
+    """
+    start = [graph.nodes[position].name for position in request.start]
+    before = graph.marked_ancestors(start)
+    drawn = [p for p in graph.drawing if is_drawn_anew(graph, request, p) and not before[p]]
+    return graph.marked_descendants([graph.nodes[position].name for position in drawn])
+
+
 @frozen(eq=False)
 class Origin:
     """Where a run comes from: the program that was replayed, and the request."""
