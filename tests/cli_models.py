@@ -5,6 +5,9 @@ import sys
 import torch
 from torch import nn
 
+OFF = "Disable{}Function".format("Torch")  # as no name in the code says, so that the capture does not see it coming
+
+
 linear = nn.Linear(4, 2)
 not_a_model = 3
 
@@ -32,7 +35,7 @@ class Hidden(nn.Module):
 
     def forward(self, x):
         x = self.fc(x)
-        with getattr(torch._C, "Disable" + "TorchFunction")():  # unnamed: capture does not see it coming
+        with getattr(torch._C, OFF)():
             number = x.sum().item()
         return x * number
 

@@ -69,9 +69,9 @@ class MemorySavingTracer(Tracer):
         self.dropper = ValueDropper(recording, self.memory, guess, self.in_trees, self.aliased, self.aliases)
         recording.values = _RecordedValues(self.dropper)
 
-    def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
+    def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2, kwargs: Any = None) -> Any:
         self.dropper.drop_when_due()
-        return super()._fresh(rule, func, args, depth + 1)
+        return super()._fresh(rule, func, args, depth + 1, kwargs)
 
     def _view(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
         self.dropper.drop_when_due()

@@ -33,7 +33,7 @@ from .._ir.torch_private import (
     push_function_mode,
     top_saving_hooks,
 )
-from .._ir.trees import freeze
+from .._ir.trees import ATOMS, freeze
 from .._ir.write import Hole
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnknownOrigin
 from .aliasing import MADE_OUTSIDE_TORCH, Alias, AliasTracker, Storage, geometry_step, packed_step
@@ -53,7 +53,7 @@ _saved_hooks = top_saving_hooks
 _push = push_function_mode
 _pop = pop_function_mode
 _tuple = tuple.__new__
-_Parameter = nn.Parameter
+_Tensor, _Parameter = torch.Tensor, nn.Parameter
 _HOME = __file__.rsplit("/", 2)[0] + "/"
 
 
@@ -314,14 +314,31 @@ class Recorder(TorchFunctionMode):
         if draws is not None and "generator" in kwargs:
             kwargs = {**kwargs, "generator": recorded_generator(kwargs["generator"], draws)}
         kind, context, scope, inside, took = rule.kind, self.context(), self.scope, self.differentiating, self.took
-        record = CallRecord(
-            func, kind, args, kwargs, returns, context, scope, site, draws, dynamic, None, (), inside, took, original
+        record = (
+            func,
+            kind,
+            args,
+            kwargs,
+            returns,
+            context,
+            scope,
+            site,
+            draws,
+            dynamic,
+            None,
+            (),
+            inside,
+            took,
+            original,
         )
         self.took = 0
-        self.recording.records.append(record)
+        self.recording.records.append(_tuple(CallRecord, record))
 
     def results(self, out: Any, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """ValueIds for all tensors in an output, as a tree of its shape; None if it has none."""
+        if type(out) is _Tensor and self._is_new_memory(out, tensors):
+            self.memory.live[id(out)] = handle = self.recording.keep(out)
+            return handle
         found = False
 
         def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> ValueId:
@@ -346,6 +363,12 @@ class Recorder(TorchFunctionMode):
 
         returns = result_tree(out, leaf, ())
         return returns if found else None
+
+    def _is_new_memory(self, out: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+        """True for a plain tensor in memory that nothing known lies in. `tensors`: what the call was given."""
+        if out.layout is not torch.strided or out.is_nested or (key := storage_of(out)) is None:
+            return False
+        return key not in self.memory.bases and key not in map(storage_of, tensors)
 
     def register_again(self, tensor: torch.Tensor) -> ValueId:
         """A call returned an argument among several outputs: the same object, which now holds the value of that
@@ -438,7 +461,7 @@ class Recorder(TorchFunctionMode):
 
     def read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
         read = self.read
-        reads = [freeze(value, read) for value in args]
+        reads = [value if type(value) in ATOMS else freeze(value, read) for value in args]
         return reads, {key: freeze(value, read) for key, value in kwargs.items()} if kwargs else {}
 
     def source(self, kind: str, tensor: torch.Tensor, where: Any) -> ValueId:
@@ -649,14 +672,11 @@ def result_tree(value: Any, leaf: Callable[[torch.Tensor, tuple[int, ...]], Any]
 
 def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-
-    def leaf(tensor: torch.Tensor) -> None:
-        found.append(tensor)
-
-    for value in args:
-        freeze(value, leaf)
-    for value in kwargs.values():
-        freeze(value, leaf)
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) is _Tensor:
+            found.append(value)
+        elif type(value) not in ATOMS:
+            freeze(value, found.append)
     return found
 
 

@@ -235,13 +235,13 @@ class Tracer(Recorder):
                 if rule.reshapes
                 else write(self, rule, func, args, kwargs, targets)
             )
-        if rule.is_fresh and not (kwargs or self.is_special) and type(self) is Tracer:
-            return self._fresh(rule, func, args, 4)
+        if (rule.is_fresh or how is FRESH) and not self.is_special and type(self) is Tracer:
+            return self._fresh(rule, func, args, 4, kwargs)
         return self.leaf(rule, func, args, kwargs)
 
     # -- one operation -------------------------------------------------------------------------------------------------
 
-    def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
+    def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2, kwargs: Any = None) -> Any:
         """The commonest call: a builtin whose output is new memory. Written for speed: helpers are inlined."""
         live, refs = self.memory.live, []
         for value in args:
@@ -255,12 +255,13 @@ class Tracer(Recorder):
                 refs.append(value)
             else:
                 refs.append(freeze(value, self.read))
+        named = {key: freeze(value, self.read) for key, value in kwargs.items()} if kwargs else None
         site = self.opened_site
         if site is None:
             frame = _frame(depth)
             site = (frame.f_code, frame.f_lasti) if frame.f_code is self.forward else self.line(frame)
         start = _now()
-        out = func(*args)
+        out = func(*args, **kwargs) if kwargs else func(*args)
         took = _now() - start
         is_plain = not (_inference() or _autocast() or _saved_hooks(False)) and _dispatch_modes() == self.outer_modes
         is_plain = is_plain and SMALLEST_NORMAL * 0.5 != 0.0 and _dtype() is self.recording.default_dtype
@@ -275,7 +276,23 @@ class Tracer(Recorder):
             live[id(out)] = handle
         else:
             handle = self.outputs(out)
-        row = (func, rule.kind, refs, None, handle, context, self.scope, site, None, False, None, (), False, took, None)
+        row = (
+            func,
+            rule.kind,
+            refs,
+            named,
+            handle,
+            context,
+            self.scope,
+            site,
+            None,
+            False,
+            None,
+            (),
+            False,
+            took,
+            None,
+        )
         recording.records.append(_tuple(CallRecord, row))
         return out
 

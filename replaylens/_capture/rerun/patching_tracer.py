@@ -143,7 +143,7 @@ class PatchingTracer(Tracer):
         parted = {key for key, (other, _) in self.substitutes.copied_storages.items() if other is base}
         return super().known_storages_of(base) | parted
 
-    def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
+    def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2, kwargs: Any = None) -> Any:
         args = self.substitutes.resolve(args)
         with without_recomputation():
             out = super()._fresh(rule, func, args, depth + 1)
