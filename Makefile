@@ -61,6 +61,7 @@ bench: $(ZOO)
 	$(BIN)/python bench/run.py
 	$(BIN)/python bench/sweeps.py
 	$(BIN)/python bench/check.py
+	$(BIN)/python bench/growth.py --most 10000
 	$(BIN)/python bench/summary.py
 
 clean:

@@ -149,13 +149,15 @@ def python_bytes(call: Call) -> int:
     return kept
 
 
-def import_seconds(package: str, name: str, repeats: int = 7) -> float:
+def import_seconds(package: str, name: str, repeats: int = 7, *, compiled: bool = True) -> float:
     """CPU seconds of `from package import name` in a fresh process that has imported torch.
 
-    The name is that of the capture, because a package can defer its imports until first use.
+    The name is that of the capture, because a package can defer its imports until first use. `compiled=False`: Python
+    finds no compiled files of the package and writes none.
     """
     load = f"from {package} import {name}"
-    code = f"import torch, time; start = time.process_time(); {load}; print(time.process_time() - start)"
+    hide = "" if compiled else f"import sys; sys.dont_write_bytecode = True; sys.pycache_prefix = {os.devnull!r}; "
+    code = f"import torch, time; {hide}start = time.process_time(); {load}; print(time.process_time() - start)"
     run = [sys.executable, "-c", code]
     return median(float(subprocess.run(run, capture_output=True, check=True).stdout) for _ in range(repeats))
 

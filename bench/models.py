@@ -1,4 +1,5 @@
-"""The five models of the benchmark: two CNNs, two that are nothing but overhead, one transformer.
+"""The models of the benchmark: two CNNs, two that are nothing but overhead, one transformer; and transformers that
+generate.
 
 `build(name)` returns a model in eval mode and its arguments. `MIDDLE` names one module call about halfway through each,
 where a replay starts.
@@ -124,18 +125,34 @@ class RNN(nn.Module):
         return self.out(h)
 
 
-def gpt2() -> nn.Module:
+def gpt2(**options: object) -> nn.Module:
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     import_module("torchvision_ops")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     transformers = import_module("transformers")
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{"use_cache": False, **options}))
+
+
+class Generating(nn.Module):
+    """Greedy generation, with a cache."""
+
+    def __init__(self, tokens: int, **options: object) -> None:
+        super().__init__()
+        self.model, self.tokens = gpt2(use_cache=True, **options), tokens
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model.generate(ids, max_new_tokens=self.tokens, do_sample=False, pad_token_id=0)
+
+
+TINY = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 100, "n_positions": 64}
 
 
 BUILDERS = {
     "alexnet": lambda: (AlexNet(), (torch.randn(1, 3, 224, 224),)),
     "resnet18": lambda: (ResNet18(), (torch.randn(1, 3, 224, 224),)),
     "gpt2": lambda: (gpt2(), (torch.randint(0, 50257, (1, 64)),)),
+    "generate": lambda: (Generating(20, **TINY), (torch.randint(0, 100, (1, 5)),)),
+    "generate-gpt2": lambda: (Generating(10), (torch.randint(0, 50257, (1, 5)),)),
     "mlp200": lambda: (MLP(), (torch.randn(8, 64),)),
     "rnn500": lambda: (RNN(), (torch.randn(4, 500, 32),)),
 }
@@ -146,7 +163,8 @@ MIDDLE = {  # module, which of its calls
     "mlp200": ("layers.99", 1),
     "rnn500": ("hidden", 250),
 }
-NAMES = tuple(name for name in BUILDERS if name != "gpt2" or find_spec("transformers"))
+GENERATING = ("generate", "generate-gpt2")
+NAMES = tuple(name for name in BUILDERS if name not in ("gpt2", *GENERATING) or find_spec("transformers"))
 
 
 def build(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -1,6 +1,6 @@
 """`python bench/run.py [models] [--quick]`: the cost of replaylens as ratios to the plain model, next to its budgets.
 
-The budgets are those of the design. TorchLens fills the last column if it is installed. measure.py explains how each figure
+TorchLens fills the last column if it is installed. measure.py explains how each figure
 is obtained.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import measure
@@ -33,13 +34,25 @@ class Measure(NamedTuple):
 
 MEASURES = {
     "noise": Measure("plain forward / itself: the noise", {}),
-    "capture": Measure("capture / plain forward", {"gpt2": 1.25, "mlp200": 2.5}),
+    "capture": Measure(
+        "capture / plain forward",
+        {
+            "alexnet": 1.1,
+            "resnet18": 1.15,
+            "gpt2": 1.08,
+            "mlp200": 2.3,
+            "rnn500": 2.5,
+            "generate": 5.0,
+            "generate-gpt2": 1.5,
+        },
+    ),
     "keeping": Measure("capture / plain forward that keeps its activations", dict.fromkeys(CNNS, 1.1)),
     "grad": Measure("capture / plain forward, gradients on", dict.fromkeys(CNNS, 1.1) | {"gpt2": 1.25, "mlp200": 2.5}),
-    "replay": Measure("full replay / plain forward", dict.fromkeys((*CNNS, "gpt2"), 1.0) | {"mlp200": 0.75}),
+    "nothing": Measure('capture with save="none" / capture', dict.fromkeys(models.NAMES, 1.0)),
+    "replay": Measure("full replay / plain forward", dict.fromkeys((*CNNS, "gpt2"), 1.0) | {"mlp200": 0.7}),
     "middle": Measure("replay from the middle / the ops after it", dict.fromkeys(models.NAMES, 1.1)),
     "grads": Measure("gradients at every node / plain forward", dict.fromkeys(("resnet18", "gpt2", "mlp200"), 2.7)),
-    "graph": Measure("capture and its graph (built on first access) / plain forward", {}),
+    "graph": Measure("the graph, built on first access / plain forward", {"mlp200": 4.0}),
     "plan": Measure("planning a full replay, us per node", dict.fromkeys(models.NAMES, 1.0)),
     "first": Measure("first full replay minus a later one, us per node", {}),
     "site": Measure(
@@ -50,7 +63,9 @@ MEASURES = {
     "bytes": Measure("bytes kept per op besides activations", dict.fromkeys(models.NAMES, 2048)),
     "bytes_used": Measure("the same, with all names and one compiled replay", {}),
     "loop": Measure("graph and labels of 20,000 operations in a loop of 5,000 iterations, seconds", {PACKAGE: 2.0}),
-    "import": Measure("import beyond torch, seconds", {PACKAGE: 0.15}),
+    "page": Measure("the page of a program, seconds", {"gpt2": 0.3}),
+    "import": Measure("import beyond torch, seconds", {PACKAGE: 0.12}),
+    "uncompiled": Measure("the same where Python has not compiled the package, seconds", {PACKAGE: 0.25}),
 }
 
 
@@ -69,6 +84,7 @@ def main() -> None:
         peers |= {(key, name): cell for key, cell in torchlens_cells(name, seconds).items()}
     values["loop", PACKAGE] = median([loop_seconds() for _ in range(3)])
     values["import", PACKAGE] = measure.import_seconds("replaylens", "capture")
+    values["uncompiled", PACKAGE] = measure.import_seconds("replaylens", "capture", compiled=False)
     if has_torchlens():
         peers["import", PACKAGE] = f"{measure.import_seconds('torchlens', 'trace'):.3g}"
 
@@ -80,7 +96,15 @@ def main() -> None:
 def figures(name: str, seconds: float) -> Iterator[tuple[str, float]]:
     model, args = models.build(name)
     with torch.no_grad():
+        if name in models.GENERATING:
+            clocks = {
+                "plain": measure.clock(lambda: model(*args)),
+                "capture": measure.clock(lambda: rl.capture(model, *args)),
+            }
+            yield "capture", measure.ratio(measure.interleave(clocks, seconds), "capture", "plain")
+            return
         yield from ratios(model, args, models.MIDDLE[name], seconds)
+        yield "page", page_seconds(rl.capture(model, *args))
         yield from planning(rl.capture(model, *args))
         yield "peak", peak_ratio(model, args)
         yield "bytes", bytes_an_op(model, args, used=False)
@@ -100,6 +124,10 @@ def ratios(model: torch.nn.Module, args: tuple, site: tuple[str, int], seconds: 
     def metric(output: object) -> torch.Tensor:
         return getattr(output, "logits", output).flatten()[-1]
 
+    def clock_of_graph() -> float:
+        fresh = rl.capture(model, *args)
+        return measure.clock(lambda: fresh.graph)()
+
     changed, late = {label: prog[label].value * 0.5}, prog.graph.calls[len(prog.graph.calls) * 3 // 4].name
     times = measure.interleave(
         {
@@ -108,7 +136,8 @@ def ratios(model: torch.nn.Module, args: tuple, site: tuple[str, int], seconds: 
             "keeping": measure.clock_keeping(model, args),
             "after": measure.clock_after(model, args, site),
             "capture": measure.clock(lambda: rl.capture(model, *args)),
-            "graph": measure.clock(lambda: rl.capture(model, *args).graph),
+            "nothing": measure.clock(lambda: rl.capture(model, *args, save="none")),
+            "graph": clock_of_graph,
             "grads": measure.clock(lambda: prog.grads(of=metric)),
             "replay": measure.clock(lambda: prog.replay(keep="output")),
             "middle": measure.clock(lambda: prog.replay(from_=label, patch=changed, keep="output")),
@@ -120,11 +149,19 @@ def ratios(model: torch.nn.Module, args: tuple, site: tuple[str, int], seconds: 
     yield "noise", measure.ratio(times, "plain again", "plain")
     yield "capture", measure.ratio(times, "capture", "plain")
     yield "keeping", measure.ratio(times, "capture", "keeping")
+    yield "nothing", measure.ratio(times, "nothing", "capture")
     yield "graph", measure.ratio(times, "graph", "plain")
     yield "grads", measure.ratio(times, "grads", "plain")
     yield "replay", measure.ratio(times, "replay", "plain")
     yield "middle", measure.ratio(times, "middle", "after")
     yield "lookup", measure.ratio(times, "lookup", "keep")
+
+
+def page_seconds(prog: rl.Program) -> float:
+    """The first page of a program whose graph and labels exist."""
+    len(prog.layers)
+    with TemporaryDirectory() as folder:
+        return measure.clock(lambda: prog.page(Path(folder) / "page.html"))()
 
 
 def planning(prog: rl.Program) -> Iterator[tuple[str, float]]:
@@ -201,7 +238,7 @@ def loop_seconds(rounds: int = 5000) -> float:
 
 def torchlens_cells(name: str, seconds: float) -> dict[str, str]:
     """TorchLens's cells by measure, from a separate process."""
-    if not has_torchlens():
+    if not has_torchlens() or name in models.GENERATING:
         return {}
     script = Path(__file__).with_name("torchlens_figures.py")
     run = subprocess.run([sys.executable, script, name, str(seconds)], stdout=subprocess.PIPE, check=True)

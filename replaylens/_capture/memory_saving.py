@@ -168,9 +168,8 @@ class ValueDropper:
     def drop_at_end(self) -> None:
         """Drops what has died, if it fills enough memory."""
         values = self.recording.values
-        new = range(self.counted, len(values))
-        held = [*[handles[0] for handles in self.watched.values()], *new]
-        if sum(_bytes_of(_raw_value(values, number)) for number in held) >= PATIENCE:
+        held = [*[handles[0] for handles in self.watched.values()], *range(self.counted, len(values))]
+        if self.new_bytes + sum([_bytes_of(_raw_value(values, number)) for number in held]) >= PATIENCE:
             self._look_at_new()
             for number in reversed([*self.old, *self.young]):
                 self._drop_if_unreferenced(number)
