@@ -210,7 +210,7 @@ class AliasTracker:
             if isinstance(known, Alias):
                 self.merge(known.base, base)
             else:
-                self.register_view(source.tensor, base, (geometry_step(source.tensor, base),), known)
+                self.register_view(source.tensor, base, steps_to(source.tensor, base), known)
         self.bases[key] = base
 
     def note_sparse(self, made: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
@@ -227,10 +227,10 @@ class AliasTracker:
 
     def merge(self, other: Storage, base: Storage) -> None:
         """All views of `other`, which was tracked apart though it lies in the same memory, become views of `base`."""
-        step = geometry_step(other.root, base)
+        steps = steps_to(other.root, base)
         for known in self.live.values():
             if isinstance(known, Alias) and known.base is other:
-                known.base, known.steps, known.version = base, (step, *known.steps), base.version
+                known.base, known.steps, known.version = base, (*steps, *known.steps), base.version
         base.held.extend(other.held)
 
     def is_input(self, base: Storage) -> bool:
@@ -567,9 +567,24 @@ def is_all_of_its_storage(tensor: torch.Tensor) -> bool:
     return not tensor.is_quantized and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
+def steps_to(tensor: torch.Tensor, base: Storage) -> tuple[Any, ...]:
+    """The steps from a base to a tensor that lies in its memory by no call: a buffer over `weight.data`, which has no
+    gradient.
+    """
+    step = geometry_step(tensor, base)
+    if tensor.requires_grad or not base.root.requires_grad:
+        return (step,)
+    return step, packed_step(torch.Tensor.detach, (Hole.HERE,), None, (), torch.is_grad_enabled())
+
+
 def geometry_step(tensor: torch.Tensor, base: Storage) -> Any:
     """A view by its geometry alone, relative to the base."""
     root = base.root
+    if (tensor.is_conj(), tensor.is_neg()) != (root.is_conj(), root.is_neg()):
+        raise CaptureError(
+            f"a conjugated or negated view {tuple(tensor.shape)} shares memory as no program can express it.\n"
+            "Take a copy of it: `.resolve_conj()`, `.resolve_neg()`."
+        )
     if tensor.dtype != root.dtype:
         raise CaptureError(
             f"a tensor of {tensor.dtype} shares memory with one of {root.dtype} by a call that the capture did not see."

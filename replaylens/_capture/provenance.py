@@ -30,10 +30,11 @@ from .._ir.memory import storage_of
 from .._ir.model_state import members
 from .._ir.trees import ATOMS, attributes_of, own_attributes
 from .._ir.util import cached_property
+from ..errors import UnsupportedModel
 from .recording import Addresses
 from .scopes import addresses, module_table, other_addresses
 from .snapshot import ModuleContents, ModuleDicts, collect_new, is_frozen, set_aside, set_back
-from .user_code import calls_any_of, closure_values, identifiers, referenced_by, user_function
+from .user_code import closure_values, identifiers, may_call_any_of, referenced_by, user_function
 
 _MOST = 10_000  # objects that are searched
 _PYTHONS_OWN = frozenset(("builtins", "itertools", "collections"))
@@ -511,8 +512,7 @@ def reaches_scripts(origins: Provenance) -> bool:
     return any(_calls_script(thing, 3, set()) for thing in ((), origins.model)[origins.root is None :] + tuple(given))
 
 
-# Constructors that no function mode sees. A model may name them without calling one, in `isinstance`; what it made by
-# calling one under another name is noticed as soon as it is read.
+# Constructors that no function mode sees.
 _HIDDEN = frozenset(
     """Tensor FloatTensor DoubleTensor HalfTensor BFloat16Tensor LongTensor IntTensor ShortTensor CharTensor ByteTensor
     BoolTensor""".split()
@@ -545,9 +545,24 @@ def _calls_script(thing: Any, depth: int, seen: set[int]) -> bool:
     if function is None or id(function) in seen or (function.__module__ or "").startswith("torch"):
         return False
     seen.add(id(function))
-    if calls_any_of(function.__code__, _HIDDEN) or not _HIDING.isdisjoint(identifiers(function.__code__)):
+    names = identifiers(function.__code__)
+    if not _HIDING.isdisjoint(names) or may_call_any_of(function.__code__, _HIDDEN):
+        _require_seen(function, names)
         return True
     return depth > 0 and any(_calls_script(one, depth - 1, seen) for one in referenced_by(function))
+
+
+def _require_seen(function: Any, names: frozenset[str]) -> None:
+    """Refuses what no mode at all sees: content that Python reads where functions are hidden."""
+    unseen = sorted(names & _UNSEEN_READS)
+    if unseen and not _HIDING.isdisjoint(names):
+        raise UnsupportedModel(
+            f"`{function.__qualname__}` turns off what the capture sees by, and reads content of tensors by "
+            f"`{unseen[0]}`.\nRead it outside of the block, or by `item()`."
+        )
+
+
+_UNSEEN_READS = frozenset("tolist numpy asarray array from_dlpack __array__ storage untyped_storage data_ptr".split())
 
 
 @lru_cache(maxsize=4096)

@@ -569,17 +569,15 @@ class Recorder(TorchFunctionMode):
         root, plain = base.root, (torch.Tensor, nn.Parameter)
         self.recording.aliasing.shares_inputs |= base.version > 0 and self.memory.is_input(base)
         steps: tuple[Any, ...] = ()
-        if tensor.dtype != root.dtype or (tensor.shape, tensor.stride(), tensor.storage_offset()) != (
-            root.shape,
-            root.stride(),
-            root.storage_offset(),
-        ):
+        if tensor.dtype != root.dtype or _lies(tensor) != _lies(root):
             steps = (geometry_step(tensor, base),)
         if tensor.is_leaf and not tensor._is_view():  # `as_subclass` makes a view, `nn.Parameter` a leaf of its own
             if tensor.requires_grad:
                 steps = (*steps, packed_step(new_parameter, (Hole.HERE,), None, (), True))
             elif isinstance(tensor, nn.Parameter) or (_grad_enabled() and root.requires_grad):
                 steps = (*steps, packed_step(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled()))
+        elif root.requires_grad and not tensor.requires_grad and is_older(tensor, self.date):  # `weight.data[0]`
+            steps = (*steps, packed_step(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled()))
         if type(tensor) is not type(root) and (type(tensor) not in plain or type(root) not in plain):
             steps = (
                 *steps,
@@ -678,6 +676,11 @@ def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
         elif type(value) not in ATOMS:
             freeze(value, found.append)
     return found
+
+
+def _lies(tensor: torch.Tensor) -> Any:
+    """How a strided tensor lies in its storage."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
 
 
 def geometry_of(tensor: torch.Tensor) -> Any:

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import dis
 import linecache
-import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain, pairwise, repeat
+from itertools import chain, dropwhile, pairwise, repeat, takewhile
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -183,31 +182,39 @@ def called_without_arguments(code: CodeType, names: Collection[str]) -> Iterator
             last, given = (step.value if step.value in names else ""), False
 
 
-@lru_cache(maxsize=4096)
-def calls_any_of(code: CodeType, names: frozenset[str]) -> bool:
-    """True if code, without nested code, calls something by one of these names. Before Python 3.11 bytecode does not
-    tell whether a global is called: there naming it counts.
+def may_call_any_of(code: CodeType, names: frozenset[str]) -> bool:
+    """True if code, or code nested in it, may call something by one of these names, at once or by another name later:
+    it does more with it than compare it, read an attribute of it, or ask `isinstance`.
     """
-    if names.isdisjoint(code.co_names):
+    return not names.isdisjoint(identifiers(code)) and any(_may_call(one, names) for one in nested_code(code))
+
+
+def _may_call(code: CodeType, names: frozenset[str]) -> bool:
+    if any(type(constant) is str and constant in names for constant in code.co_consts):
+        return True  # for `getattr`
+    steps = steps_of(code).steps
+    named = [at for at, step in enumerate(steps) if type(step.value) is str and step.value in names]
+    return any(not _is_only_compared(steps, at) for at in named)
+
+
+def _is_only_compared(steps: Sequence[CodeStep], at: int) -> bool:
+    step, after = steps[at], steps[at + 1 : at + 8]
+    if step.name == "IMPORT_FROM" or step.name.startswith("STORE_"):  # what it is imported as is looked at, too
+        return step.name != "IMPORT_FROM" or (bool(after) and after[0].value == step.value)
+    if not after or step.name == "LOAD_METHOD":
         return False
-    return sys.version_info < (3, 11) or not names.isdisjoint(_called_names(code))
+    if after[0].name in _COMPARES:
+        return True
+    rest = [*dropwhile(lambda one: one.name.startswith("LOAD_"), after)]
+    if len(rest) < len(after) and rest[:1] and rest[0].name != "BUILD_TUPLE":  # not further classes, then
+        return False
+    call = next((one for one in rest if one.name not in ("BUILD_TUPLE", "PRECALL")), None)
+    before = takewhile(lambda one: not one.name.startswith(("STORE_", "POP_", "RETURN_")), reversed(steps[:at][-8:]))
+    asks = any(one.value in ("isinstance", "issubclass") for one in before)
+    return asks and call is not None and call.name in _CALLS and call.arg == 2
 
 
-def _called_names(code: CodeType) -> Iterator[str]:
-    """The names whose value code loads in order to call it: a NULL is pushed beside it, before or after."""
-    is_called = is_null_pushed = False
-    for step, after in pairwise(steps_of(code).steps):
-        if step.name in _ATTRIBUTE_LOADS:
-            is_called |= step.name == "LOAD_METHOD" or (_ATTRIBUTES_HAVE_NULL and bool(step.arg & 1))
-        else:
-            is_called = is_null_pushed or (step.name == "LOAD_GLOBAL" and bool(step.arg & 1))
-        if type(step.value) is str and after.name not in _ATTRIBUTE_LOADS and (is_called or after.name == "PUSH_NULL"):
-            yield step.value
-        is_null_pushed = step.name == "PUSH_NULL"
-
-
-_ATTRIBUTE_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
-_ATTRIBUTES_HAVE_NULL = sys.version_info >= (3, 12)
+_COMPARES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR"))
 
 
 # -- what it does with an attribute ------------------------------------------------------------------------------------
