@@ -612,3 +612,69 @@ def test_an_exception_of_shared_memory_is_none_where_a_patch_shares_none():
     run = prog.replay(patch={"row": change})
     assert run.departures
     assert torch.equal(run.output, wanted)
+
+
+# ---- constructors that no function mode sees, by another name ---------------------------------------------------------
+
+
+def makes_by_a_name(x):
+    make = torch.FloatTensor
+    return make(2, (x > 0).sum()).shape[1]
+
+
+def makes_by_a_table(x):
+    return {"f": torch.FloatTensor}["f"](2, (x > 0).sum()).shape[1]
+
+
+def makes_in_a_loop(x):
+    for make in (torch.LongTensor, torch.FloatTensor):
+        size = make(2, (x > 0).sum()).shape[1]
+    return size
+
+
+def makes_in_a_comprehension(x):
+    return sum([torch.FloatTensor(2, (x > 0).sum()).shape[1] for _ in range(1)])
+
+
+def makes_by_an_import(x):
+    from torch import FloatTensor as make
+
+    return make(2, (x > 0).sum()).shape[1]
+
+
+def makes_what_it_asks_for(x):
+    return torch.Tensor(2, (x > 0).sum()).shape[1] if isinstance(x, torch.Tensor) else 0
+
+
+@pytest.mark.parametrize("makes", [one for name, one in globals().items() if name.startswith("makes_")])
+def test_a_size_that_a_hidden_constructor_reads_is_a_guard(makes):
+    few, many = torch.tensor([-1.0, 2.0, -3.0]), torch.tensor([1.0, 2.0, 3.0])
+
+    def model(x):
+        return x * makes(x)
+
+    run = rl.capture(model, many).replay(few)
+    assert run.departures
+    assert torch.equal(run.output, model(few))
+
+
+def asks_only(x):
+    from torch import Tensor
+
+    known = isinstance(x, Tensor), isinstance(x, (int, torch.Tensor)), type(x) is Tensor, issubclass(bool, Tensor)
+    return x * sum(known)
+
+
+def test_a_model_that_only_asks_for_tensors_is_not_looked_at_twice():
+    assert not rl.capture(asks_only, torch.ones(2))._captured.recording.is_deep
+
+
+@pytest.mark.parametrize("word", ["tolist", "numpy"])
+def test_what_nothing_sees_is_refused(word):
+    def reads(x):
+        with torch._C.DisableTorchFunction():
+            first = x.tolist()[0] if word == "tolist" else float(x.numpy()[0])
+        return x * first
+
+    with pytest.raises(rl.UnsupportedModel, match=r"turns off what the capture sees by"):
+        rl.capture(reads, torch.ones(2))

@@ -277,3 +277,29 @@ def test_the_law_finds_a_write_under_no_grad_that_cuts_the_history(monkeypatch):
 def test_the_law_finds_a_fill_that_cuts_the_history(monkeypatch):
     monkeypatch.setattr(twins, "_DIFFERENTIABLE", frozenset())
     assert not law_of(filled)
+
+
+class HoldsAPartOfItsWeight(nn.Module):
+    """Buffers over the memory of a parameter, which has no part in their gradients."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.w, self.first = nn.Parameter(torch.ones(2, 2)), first
+        self.register_buffer("row", self.w.data[0])
+        self.register_buffer("all", self.w.data)
+
+    def forward(self, x):
+        if self.first:
+            x = x * getattr(self, self.first).sum()
+        with torch.no_grad():
+            self.w.add_(1)
+        return x + self.row + self.w.sum() + self.all.sum()
+
+
+@pytest.mark.parametrize("first", ["", "w", "row", "all"])
+def test_a_buffer_over_a_parameters_memory_hands_it_no_gradient(first):
+    witness, model = HoldsAPartOfItsWeight(first), HoldsAPartOfItsWeight(first)
+    witness(torch.ones(2)).sum().backward()
+    prog = rl.capture(model, torch.ones(2))
+    prog.replay(grad=True).output.sum().backward()
+    assert torch.equal(model.w.grad, witness.w.grad)

@@ -1441,3 +1441,59 @@ def test_a_patch_at_a_module_that_writes_its_argument_leaves_the_argument(argume
     handle.remove()
     assert_same(rl.run(model, values, patch={"relu": change}).output, wanted)
     assert_same(rl.capture(model, values).replay(patch={"relu": change}).output, wanted)
+
+
+class HandsOn(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class HandsOnTwice(nn.Module):
+    """Nobody reads what the second module returns."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.a, self.b, self.p, self.what = HandsOn(), HandsOn(), nn.Parameter(torch.ones(2)), what
+
+    def forward(self, x):
+        own = self.p if self.what == "a parameter" else x * 1.0
+        first = self.a(own)
+        self.b(own)
+        return x * 0, first
+
+
+@pytest.mark.parametrize("save", ["all", "none"])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("what", ["a parameter", "a value"])
+def test_a_patch_at_a_module_that_nobody_reads_changes_nothing_of_what_others_handed_on(what, grad, save):
+    with torch.set_grad_enabled(grad):
+        model = HandsOnTwice(what)
+        prog = rl.capture(model, torch.ones(2), save=save)
+        assert_same(prog.replay(patch={"b": lambda value: value * 10}).output, model(torch.ones(2)))
+        changed = prog.replay(patch={"a": lambda value: value * 10}).output
+    assert changed[1].tolist() == [10, 10]
+
+
+class WritesWhatAnotherHandedOn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = HandsOn(), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        first = self.a(x)
+        second = self.b(x)
+        first[..., 1:3] = 0.125
+        return first, second, x * 1
+
+
+def test_a_module_that_writes_what_another_handed_on_is_run_again():
+    """The live run writes where the recorded one could call the plain function."""
+
+    def change(value):
+        return value * 10
+
+    model = WritesWhatAnotherHandedOn()
+    handle = model.b.register_forward_hook(lambda module, args, output: change(output))
+    wanted = model(torch.ones(4))
+    handle.remove()
+    assert_same(rl.capture(model, torch.ones(4)).replay(patch={"b": change}).output, wanted)

@@ -391,3 +391,27 @@ def test_a_forward_that_exchanges_modules_changes_the_state_at_their_addresses(m
     assert differ <= changes.keys() <= first.keys() | last.keys()
     for key in last.keys() & changes.keys():
         assert_same(changes[key], last[key])
+
+
+class HasAPartOfABuffer(nn.Module):
+    """The first forward takes the buffer away from the part of it: what the next one writes, the part does not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("b", torch.ones(3))
+        self.register_buffer("part", self.b[1:])
+
+    def forward(self, x):
+        old = self.b
+        self.b = self.b * 2
+        old.add_(1)
+        return x + self.part.sum()
+
+
+def test_a_part_of_a_buffer_that_the_forward_moved_away_from_it():
+    witness, model = HasAPartOfABuffer(), HasAPartOfABuffer()
+    wanted = [witness(torch.zeros(1)) for _ in range(2)]
+    prog = rl.capture(model, torch.zeros(1))
+    assert torch.equal(prog.output, wanted[0])
+    with pytest.raises(rl.DivergedReplay, match="the memory of part"):
+        prog.refresh()

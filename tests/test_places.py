@@ -913,3 +913,19 @@ def test_what_a_module_kept_is_as_it_was_where_nobody_reads_what_it_handed_on(pa
     assert torch.equal(prog.replay(patch={"part": patch}).output, expected)
     assert torch.equal(rl.run(model, x, patch={"part": patch}).output, expected)
     assert torch.equal(prog.with_patch({"part": patch}).replay().output, expected)
+
+
+CONJUGATED = {
+    "a parameter": lambda z: nn.Parameter(z.conj(), requires_grad=False),
+    "a subclass": lambda z: z.conj().as_subclass(torch.Tensor),
+    "negated": lambda z: torch._neg_view(z.real * 1).as_subclass(torch.Tensor),
+}
+
+
+@pytest.mark.parametrize("name", CONJUGATED)
+def test_a_conjugated_view_that_no_call_makes_is_refused(name):
+    def model(x):
+        return CONJUGATED[name](torch.complex(x, x + 1))
+
+    with pytest.raises(rl.CaptureError, match=r"(?s)conjugated or negated view .*`\.resolve_conj\(\)`"):
+        rl.capture(model, torch.ones(2))

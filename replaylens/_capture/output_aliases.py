@@ -43,7 +43,16 @@ from .._ir.util import cached_property
 from .._ir.write import mutate
 from .aliasing import Alias, AliasTracker
 from .freeze import frozen_context, stale_views
-from .recording import Addresses, CallRecord, GuardRecord, Recording, ValueId, value_ids_in, value_ids_with_paths
+from .recording import (
+    Addresses,
+    CallRecord,
+    GuardRecord,
+    Recording,
+    ValueId,
+    reads_of,
+    value_ids_in,
+    value_ids_with_paths,
+)
 
 _references = sys.getrefcount
 
@@ -312,9 +321,26 @@ class _Reads:
             if record.is_differentiated and not self.is_differentiated(record.args[0]):
                 continue
             reads = self.of[record.args[0]]
-            if reads == [position] or (not self.of[record.returns] and reads[-1] <= position):
+            is_last = not self.of[record.returns] and reads[-1] <= position
+            if reads == [position] or (is_last and not self._is_read_outside(record, position, reads)):
                 found.add(position)
         return found
+
+    def _is_read_outside(self, output: CallRecord, position: int, reads: Iterable[int]) -> bool:
+        """True if a call outside of the module read the value before the module returned it."""
+        records, scopes, inside = self.recording.records, self.recording.scopes, {output.scope}
+        for number in reads:
+            reader = records[number] if number < position else None
+            if not isinstance(reader, CallRecord) or output.args[0] not in reads_of(reader):
+                continue
+            scope, above = reader.scope, []
+            while scope >= 0 and scope not in inside:
+                above.append(scope)
+                scope = scopes[scope].parent
+            if scope < 0:
+                return True
+            inside.update(above)
+        return False
 
 
 def _missing_aliases(

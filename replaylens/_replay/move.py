@@ -21,7 +21,7 @@ from torch import nn
 
 from .._ir.autograd import as_leaf, with_history_of
 from .._ir.graph import Graph
-from .._ir.memory import Overlaps, Pair, version_of
+from .._ir.memory import Overlaps, Pair, storage_of, version_of
 from .._ir.model_state import StatePlace, tensor_state
 from .._ir.node import Call, Node, Ref, State, TensorSpec, filled, refs_in, with_leaves
 from ..errors import DivergedReplay, StaleValue
@@ -51,6 +51,9 @@ class InitialStateLayout:
         self.moved = frozenset([node.name for node in nodes if not moved.isdisjoint((node.address, *node.aliases))])
         self.touched = graph.overlaps.touched | {ref.node for ref in graph.written}
         first = {node.name: record.live.get(node.name) for node in nodes if node.address not in given}
+        known = {address for node in nodes for address in (node.address, *node.aliases)}
+        # addresses that the forward did not read, but whose tensors it wrote in the memory of others
+        self.written_with = {address for address, _ in graph.changes} - known - graph.replaced - given
         self.overlaps = self._overlapping({name: tensor for name, tensor in first.items() if tensor is not None})
 
     def departures(self, now: At) -> Iterator[Departure]:
@@ -68,6 +71,11 @@ class InitialStateLayout:
             for one, other in sorted(meeting ^ self.overlaps):
                 shared = ("apart", "shared") if (one, other) in meeting else ("shared", "apart")
                 yield Departure(f"the memory of {one} and {other}, which the model writes,", *shared)
+            both = [held[name] for name in self.moved & self.touched]
+            memory = {storage_of(tensor) for tensor in both if tensor is not None}
+            for address in sorted(self.written_with if memory else ()):
+                if (tensor := now(address)) is not None and storage_of(tensor) not in memory:
+                    yield Departure(f"the memory of {address}, which the model writes,", "shared", "apart")
 
     def _overlapping(self, tensors: dict[str, torch.Tensor]) -> frozenset[Pair]:
         """The pairs that share memory, where one is written and one is reassigned by the forward."""
@@ -121,6 +129,7 @@ def with_current_state(record: Record, model: Any) -> Record:
     for address in _new_state_addresses(record.graph, module) if module is not None else ():
         raise StaleValue(f"the model has `{address}` now, and had none when it was captured.\n{RECAPTURE}")
     names = [address for node in record.graph.state_nodes for address in (node.address, *node.aliases)]
+    names += [address for address, _ in record.graph.changes]
     held_now = {address: _held_now(address, places, module) for address in names}
     for departure in InitialStateLayout(record).departures(held_now.get):
         _departed(departure)
