@@ -32,11 +32,10 @@ from .._ir.node import (
     Scope,
     Source,
     State,
-    TensorSpec,
     specs_of,
 )
 from .._ir.target import Target
-from .._ir.trees import map_leaves, map_leaves_shared
+from .._ir.trees import is_flat, map_leaves, map_leaves_shared
 from .._ir.validate import require_lawful
 from .._ir.write import Write, mutate
 from .._replay.inner_gradient import differentiate
@@ -51,6 +50,7 @@ from .recording import (
     StateKey,
     ValueId,
     address_of,
+    gives_of,
     reads_of,
     value_ids_in,
     value_ids_with_paths,
@@ -70,10 +70,10 @@ from .user_code import (
 
 @frozen
 class FrozenRecording:
-    """A Graph, the ValueId of each of its Refs, and the model's addresses."""
+    """A Graph, the Ref of each value, and the model's addresses."""
 
     graph: Graph
-    handles: dict[Ref, ValueId]
+    refs: dict[ValueId, Ref]
     addresses: Addresses
 
 
@@ -100,6 +100,10 @@ class _Freezer:
         self.names, self.orphans = _names(recording, _summaries(recording, self.addresses, self.scopes))
         self.refs: dict[ValueId, Ref] = {}
         for record, name in zip(recording.records, self.names, strict=True):
+            if type(handle := record.returns) is ValueId:
+                if handle not in self.refs:
+                    self.refs[handle] = Ref(name)
+                continue
             for path, handle in value_ids_with_paths(record.returns):
                 self.refs.setdefault(handle, Ref(name, path))
         self.codes = _codes(recording)
@@ -112,9 +116,6 @@ class _Freezer:
 
     def at(self, where: StateKey) -> str:
         return address_of(self.addresses, where)
-
-    def scope(self, number: int) -> Scope | None:
-        return self.scopes[number] if number >= 0 else None
 
     def frozen(self) -> FrozenRecording:
         recording, state = self.recording, self.recording.state
@@ -162,9 +163,7 @@ class _Freezer:
                 [a for node in nodes if isinstance(node, State) for a in (node.address, *node.aliases)]
             ),
         )
-        return FrozenRecording(
-            require_lawful(graph), {ref: handle for handle, ref in self.refs.items()}, self.addresses
-        )
+        return FrozenRecording(require_lawful(graph), self.refs, self.addresses)
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -184,7 +183,7 @@ class _Freezer:
         return with_dynamic_shapes(nodes)
 
     def _source(self, record: SourceRecord, name: str) -> Node:
-        (spec,) = _shared((self.recording.spec(record.returns),))
+        spec = self.recording.spec(record.returns)
         if record.kind == "input":
             return Input(name, record.where, spec, self.recording.input_facts.types.get(record.returns))
         if record.kind == "constant":
@@ -192,10 +191,10 @@ class _Freezer:
         read = record.tensor if record.kind == "attribute" else None  # the forward may have replaced it since
         module, key = record.where
         address, aliases = self.at(record.where), self.addresses.aliases(module, key, read)
-        return State(name, address, record.kind, spec, tuple(a for a in aliases if a != address))
+        return State(name, address, record.kind, spec, tuple([a for a in aliases if a != address]))
 
     def _call(self, record: CallRecord, name: str, stale: set[ValueId], is_twice: bool) -> Call:
-        recording, line = self.recording, self.lines[record.scope] if record.scope >= 0 else None
+        recording, scope = self.recording, record.scope
         follows, is_seeded = recording.rng.follows.get(record.draws or "", (None, False))
         one = record.returns if type(record.returns) is ValueId else None
         return call_of(
@@ -203,17 +202,17 @@ class _Freezer:
             record,
             name,
             self.to_ref,
-            result=map_leaves(record.result, self.to_ref),
-            follows=follows,
-            is_seeded=is_seeded,
-            is_dynamic=record.is_dynamic,
-            through=tuple([self.names[number] for number in record.through]),
-            is_differentiated=record.is_differentiated or is_twice,
-            is_overwritten=bool(stale) and any(handle in stale for _, handle in value_ids_with_paths(record.returns)),
-            is_shared=one in recording.hand_offs.shared,
-            has_duplicate_outputs=one in recording.hand_offs.written_twice,
-            scope=self.scope(record.scope),
-            source=with_callers(record.site, line) or line_of(record.site),
+            map_leaves(record.result, self.to_ref) if record.result is not None else None,
+            follows,
+            is_seeded,
+            record.is_dynamic,
+            tuple([self.names[number] for number in record.through]) if record.through else (),
+            bool(stale) and not stale.isdisjoint(gives_of(record)),
+            record.is_differentiated or is_twice,
+            one in recording.hand_offs.shared,
+            one in recording.hand_offs.written_twice,
+            self.scopes[scope],
+            with_callers(record.site, self.lines[scope]) or line_of(record.site),
         )
 
     def _overlaps(self) -> Overlaps:
@@ -234,8 +233,9 @@ class _Freezer:
         before the one node that stands for the function.
         """
         shapes = [_shape_guard(node, n) for n, node in enumerate(nodes) if isinstance(node, Call) and node.is_dynamic]
-        places = {node.name: number for number, node in enumerate(nodes)}
-        read = [self._guard(guard) for guard in self.recording.guards]
+        recorded = self.recording.guards
+        places = {node.name: number for number, node in enumerate(nodes)} if recorded else {}
+        read = [self._guard(guard) for guard in recorded]
         after = [max([places[ref.node] + 1 for ref in guard.refs], default=0) for guard in read]
         read = [evolve(guard, position=max(guard.position, n)) for guard, n in zip(read, after, strict=True)]
         ends = [self.refs[ValueId(end)].node for end in _ends(self.recording)]
@@ -252,7 +252,7 @@ class _Freezer:
             has_result=guard.has_result,
             kind=guard.kind,
             position=min(guard.position, len(self.names)),
-            scope=self.scope(guard.scope),
+            scope=self.scopes[guard.scope],
             source=line_of(guard.site),
             taken=_branch_taken(guard),
         )
@@ -268,7 +268,7 @@ class _Freezer:
         for asked in recording.asked:
             handle = asked.handle if asked.handle is not None else by_id.get(id(asked.tensor))
             if handle is not None and (ref := self.refs.get(ValueId(handle))) is not None:
-                scope, source = self.scope(asked.scope), line_of(asked.site)
+                scope, source = self.scopes[asked.scope], line_of(asked.site)
                 found.append(guard_of_query(asked, ref, self.to_ref, scope, source, len(recording.records)))
         return tuple(found)
 
@@ -324,7 +324,7 @@ def _names(recording: Recording, summaries: list[NodeSummary]) -> tuple[list[str
         for new, old in zip(summaries[number].gives, summaries[number].reads, strict=True)
     }
     own = [number for number in range(len(summaries)) if number not in patched]
-    plain = [evolve(summaries[n], reads=tuple([before.get(h, h) for h in summaries[n].reads])) for n in own]
+    plain = [summaries[n]._replace(reads=tuple([before.get(h, h) for h in summaries[n].reads])) for n in own]
     found, lost = recording.naming(plain, {before.get(h, h) for h in _ends(recording)})
     names, orphans = dict(zip(own, found, strict=True)), dict(zip(own, lost, strict=True))
     for number, of in patched.items():
@@ -340,11 +340,10 @@ def _summaries(recording: Recording, addresses: Addresses, scopes: list[Scope | 
     def summary(record: CallRecord | SourceRecord) -> NodeSummary:
         if isinstance(record, SourceRecord):
             address = address_of(addresses, record.where) if record.kind == "parameter" else None
-            return NodeSummary(record.kind, (), (record.returns,), address=address)
-        gives = tuple([handle for _, handle in value_ids_with_paths(record.returns)])
+            return NodeSummary(record.kind, (), (record.returns,), None, address)
         site = record.site and (id(record.site[0]), record.site[1])
-        inside, literals = modules[record.scope] if record.scope >= 0 else (), partial(_literals, record)
-        return NodeSummary(record.kind, tuple(reads_of(record)), gives, record.function, None, inside, site, literals)
+        inside, literals, reads = modules[record.scope], partial(_literals, record), tuple(reads_of(record))
+        return NodeSummary(record.kind, reads, gives_of(record), record.function, None, inside, site, literals)
 
     return list(map(summary, recording.records))
 
@@ -366,7 +365,9 @@ def _ends(recording: Recording) -> set[int]:
 
 
 def _scopes(recording: Recording, addresses: Addresses) -> tuple[list[Scope | None], list[Source | None]]:
-    """A frozen Scope for each module call, None for the call of the model itself; and the user's line that made it."""
+    """A frozen Scope for each module call, None for the call of the model itself; and the user's line that made it. At
+    the end, which is -1, a None for what ran in no module call.
+    """
     found: list[Scope | None] = []
     lines: list[Source | None] = []
     calls: dict[int, int] = {}
@@ -380,7 +381,7 @@ def _scopes(recording: Recording, addresses: Addresses) -> tuple[list[Scope | No
         kind = type(record.module).__name__
         parent = found[record.parent] if record.parent >= 0 else None
         found.append(Scope(address or f"<{kind}>", call, kind, parent, lines[-1] or line_of(record.site)))
-    return found, lines
+    return [*found, None], [*lines, None]
 
 
 def _codes(recording: Recording) -> tuple[CodeType, ...]:
@@ -403,20 +404,37 @@ def _codes(recording: Recording) -> tuple[CodeType, ...]:
 # -- parts of a node ---------------------------------------------------------------------------------------------------
 
 
-def call_of(recording: Recording, record: CallRecord, name: str, to_ref: Callable[[Any], Any], **more: Any) -> Call:
-    """The node that a record becomes. `more`: the fields that the record alone does not decide."""
+def call_of(
+    recording: Recording,
+    record: CallRecord,
+    name: str,
+    to_ref: Callable[[Any], Any],
+    result: Any = None,
+    follows: str | None = None,
+    is_seeded: bool = False,
+    is_dynamic: bool = False,
+    *more: Any,
+) -> Call:
+    """The node that a record becomes. `more`: the fields from `through` on, which the record alone does not decide.
+    All go by their places, as names would take half the time of the whole.
+    """
     kind = Write if record.function is mutate else InnerGradient if record.function is differentiate else Call
+    args, kwargs = tuple(record.args), record.kwargs
     return kind(
-        name=name,
-        kind=record.kind,
-        target=Target.of(record.function),
-        args=tuple([map_leaves(arg, to_ref) for arg in record.args]),
-        kwargs=tuple([(key, map_leaves(value, to_ref)) for key, value in (record.kwargs or {}).items()]),
-        returns=map_leaves(record.returns, to_ref),
-        spec=_shared(tuple([recording.spec(handle) for _, handle in value_ids_with_paths(record.returns)])),
-        draws=record.draws,
-        context=frozen_context(record.context),
-        **more,
+        name,
+        record.kind,
+        Target.of(record.function),
+        tuple(map(to_ref, args)) if is_flat(args) else map_leaves(args, to_ref),
+        tuple([(key, map_leaves(value, to_ref)) for key, value in kwargs.items()]) if kwargs else (),
+        map_leaves(record.returns, to_ref),
+        result,
+        tuple(map(recording.spec, gives_of(record))),
+        record.draws,
+        follows,
+        is_seeded,
+        frozen_context(record.context),
+        is_dynamic,
+        *more,
     )
 
 
@@ -436,23 +454,14 @@ def _differentiated_twice(recording: Recording) -> set[int]:
     """By id, the records of calls that a gradient runs again which is itself run again to be differentiated: a patch at
     one of them would be in the first derivative, and not in the second.
     """
-    again = {n: record.through for n, record in enumerate(recording.records) if isinstance(record, CallRecord)}
+    again = {n: r.through for n, r in enumerate(recording.records) if type(r) is CallRecord and r.through}
     inner = {number for through in again.values() for n in through for number in again.get(n, ())}
     return {id(recording.records[number]) for number in inner}
 
 
-def _shared(found: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """One object for equal ones: a model has few shapes and many nodes."""
-    if len(_specs) > 65536:
-        _specs.clear()
-    return _specs.setdefault(found, found)
-
-
-_specs: dict[tuple[TensorSpec, ...], tuple[TensorSpec, ...]] = {}
-
-
 def frozen_context(context: tuple[Any, ...]) -> Context:
-    return _contexts.setdefault(context, Context(*context))
+    known = _contexts.get(context)
+    return _contexts.setdefault(context, Context(*context)) if known is None else known
 
 
 _contexts: dict[tuple[Any, ...], Context] = {}
@@ -495,17 +504,17 @@ def _branch_taken(guard: GuardRecord) -> Source | None:
 def metadata_of(recording: Recording, made: FrozenRecording) -> CaptureMetadata:
     """What a recording says of its run, by the names of its nodes."""
     modules = _modules(made.addresses)
-    pairs = list(zip(made.graph.nodes, recording.records, strict=True))
-    calls = [(node.name, record) for node, record in pairs if isinstance(record, CallRecord)]
-    held = [(node.name, record.tensor) for node, record in pairs if isinstance(record, SourceRecord)]
+    named = [(node.name, record) for node, record in zip(made.graph.nodes, recording.records, strict=True)]
+    written = [(name, r.original) for name, r in named if type(r) is CallRecord and r.original is not None]
+    held = [(name, record.tensor) for name, record in named if type(record) is SourceRecord]
     lost = recording.autograd.histories
     return CaptureMetadata(
         seed=recording.run.seed,
         began=recording.run.began,
         seconds=recording.run.seconds,
         nanoseconds=array("q", [getattr(record, "took", 0) for record in recording.records]),
-        originals=MappingProxyType({name: Target.of(r.original) for name, r in calls if r.original is not None}),
-        gradients=MappingProxyType({ref: lost[h] for ref, h in made.handles.items() if h in lost} if lost else {}),
+        originals=MappingProxyType({name: Target.of(original) for name, original in written}),
+        gradients=MappingProxyType({ref: lost[h] for h, ref in made.refs.items() if h in lost} if lost else {}),
         modules=tuple(modules),
         classes=tuple(modules.values()),
         unread=(unread := _unread_parameters(recording, made.addresses)),
@@ -521,21 +530,21 @@ def _modules(addresses: Addresses) -> dict[str, str]:
     return {address: kind for address, kind in reversed(found.items()) if address}
 
 
-def _tensors(addresses: Addresses, table: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The `_parameters` or `_buffers` of all modules, with their addresses."""
+def _tensors(addresses: Addresses, table: str) -> Iterator[tuple[StateKey, torch.Tensor]]:
+    """The `_parameters` or `_buffers` of all modules, with their places."""
     for module in addresses.listed:
         for key, value in getattr(module, table).items():
             if value is not None:
-                yield address_of(addresses, (module, key)), value
+                yield (module, key), value
 
 
 def _unread_parameters(recording: Recording, addresses: Addresses) -> tuple[ParameterInfo, ...]:
     """The parameters that the forward did not read, each once, by its first address."""
-    read = {id(record.tensor) for record in recording.records if isinstance(record, SourceRecord)}
+    read = {id(record.tensor) for record in recording.records if type(record) is SourceRecord}
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for address, value in _tensors(addresses, "_parameters"):
+    for where, value in _tensors(addresses, "_parameters"):
         if id(value) not in read:
-            found.setdefault(id(value), (value, []))[1].append(address)
+            found.setdefault(id(value), (value, []))[1].append(address_of(addresses, where))
     return tuple(
         [
             ParameterInfo(names[0], tuple(value.shape), value.dtype, value.requires_grad, tuple(names[1:]))
@@ -547,5 +556,6 @@ def _unread_parameters(recording: Recording, addresses: Addresses) -> tuple[Para
 def _unread_buffers(made: FrozenRecording, parameters: tuple[ParameterInfo, ...]) -> tuple[ParameterInfo, ...]:
     """The buffers that the forward did not read."""
     unread = made.graph.unread.difference([name for one in parameters for name in (one.address, *one.aliases)])
-    held = _tensors(made.addresses, "_buffers") if unread else ()
+    found = _tensors(made.addresses, "_buffers") if unread else ()
+    held = [(address_of(made.addresses, where), value) for where, value in found]
     return tuple([ParameterInfo(a, tuple(value.shape), value.dtype, False) for a, value in held if a in unread])

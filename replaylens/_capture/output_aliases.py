@@ -43,7 +43,16 @@ from .._ir.util import cached_property
 from .._ir.write import mutate
 from .aliasing import Alias, AliasTracker
 from .freeze import frozen_context, stale_views
-from .recording import Addresses, CallRecord, GuardRecord, Recording, ValueId, value_ids_in, value_ids_with_paths
+from .recording import (
+    Addresses,
+    CallRecord,
+    GuardRecord,
+    Recording,
+    ValueId,
+    reads_of,
+    value_ids_in,
+    value_ids_with_paths,
+)
 
 _references = sys.getrefcount
 
@@ -217,9 +226,10 @@ def add_output_aliases(recording: Recording) -> None:
     returned_twice = {
         h for h, (first, count) in recording.hand_offs.twice.items() if first in recording.aliasing.writes[count:]
     }
-    recording.hand_offs.written_twice |= {
-        r.returns for r in recording.records if is_output_alias(r) and r.returns in returned_twice
-    }
+    if returned_twice:
+        recording.hand_offs.written_twice |= {
+            r.returns for r in recording.records if is_output_alias(r) and r.returns in returned_twice
+        }
     found = _Reads(recording)
     if redundant := found.redundant():
         _remove(recording, redundant)
@@ -252,7 +262,7 @@ class _Reads:
         self.aliases = [
             (position, record) for position, record in enumerate(recording.records) if is_output_alias(record)
         ]
-        returned = {leaf for _, tree, *_ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is ValueId}
+        returned = {leaf for _, tree, *_ in recording.scope_outputs for leaf in value_ids_in(tree)}
         self.of: dict[ValueId, list[int]] = {handle: [] for handle in returned}
         for _, record in self.aliases:
             self.of.setdefault(record.args[0], [])
@@ -267,24 +277,21 @@ class _Reads:
             elif returns in of:
                 self.made[returns] = position
             if isinstance(item, CallRecord):
-                self._note(position, item.args)
-                if item.kwargs:
-                    self._note(position, item.kwargs.values())
+                self._note(position, reads_of(item))
                 if item.function is mutate and item.result is not None:
                     self.written_memory.update(
                         {h for _, h in value_ids_with_paths(item.returns)}.difference(leaves(item.result))
                     )
         for guard in recording.guards:
-            self._note(guard.position, (*guard.args, *(guard.kwargs or {}).values()))
-        self._note(self.end, (recording.output, tuple([last for _, last in recording.state.changes])))
-        for positions in self.of.values():
+            self._note(guard.position, value_ids_in((*guard.args, *(guard.kwargs or {}).values())))
+        self._note(self.end, value_ids_in((recording.output, tuple([last for _, last in recording.state.changes]))))
+        for positions in self.of.values() if recording.guards else ():
             positions.sort()
 
-    def _note(self, position: int, trees: Iterable[Any]) -> None:
-        for tree in trees:
-            for leaf in (tree,) if type(tree) is ValueId or type(tree) in ATOMS else leaves(tree):
-                if type(leaf) is ValueId and leaf in self.of:
-                    self.of[leaf].append(position)
+    def _note(self, position: int, read: Iterable[ValueId]) -> None:
+        for handle in read:
+            if handle in self.of:
+                self.of[handle].append(position)
 
     def is_differentiated(self, handle: ValueId) -> bool:
         """True if a call inside torch.func.grad or a similar transform computed it."""

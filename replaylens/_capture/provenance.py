@@ -474,11 +474,11 @@ class Provenance:
         def aliases(module: Any, key: str, tensor: torch.Tensor | None) -> tuple[str, ...]:
             if tensor is not None:
                 return tuple(holders.get(id(tensor), ()))
+            if (first := self.parameters_begun.get(id(module), {}).get(key)) is not None:
+                return tuple(holders.get(id(first), ()))
             value = getattr(module, key, None) if isinstance(module, nn.Module) and "." not in key else None
             if isinstance(module, nn.Module) and (key in module._buffers or id(module) in self.begun_by_module):
                 value = self.at_start(module, key) if self.at_start(module, key) is not None else value
-            if (first := self.parameters_begun.get(id(module), {}).get(key)) is not None:
-                value = first
             return tuple(holders.get(id(value), ())) if value is not None else ()
 
         return aliases

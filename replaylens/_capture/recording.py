@@ -87,7 +87,15 @@ class SourceRecord(NamedTuple):
 
 def reads_of(record: CallRecord | SourceRecord) -> list[ValueId]:
     """The values that a record reads."""
-    return [] if isinstance(record, SourceRecord) else value_ids_in((*record.args, *(record.kwargs or {}).values()))
+    if isinstance(record, SourceRecord):
+        return []
+    return value_ids_in((*record.args, *record.kwargs.values()) if record.kwargs else tuple(record.args))
+
+
+def gives_of(record: CallRecord | SourceRecord) -> tuple[ValueId, ...]:
+    """The values that a record gives."""
+    returns = record.returns
+    return (returns,) if type(returns) is ValueId else tuple([h for _, h in value_ids_with_paths(returns)])
 
 
 class GuardRecord(NamedTuple):

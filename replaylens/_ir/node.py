@@ -16,7 +16,7 @@ from attrs import evolve, field, frozen
 
 from .settings import Settings
 from .target import Target
-from .trees import ATOMS, leaves_of, map_leaves, thaw
+from .trees import leaves_of, map_leaves, thaw
 
 Arg = Any  # a tree (see trees.py) whose leaves are Refs and literals
 
@@ -92,14 +92,24 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        strided = tensor.layout is torch.strided and not tensor.is_nested
-        shape = tuple(tensor.shape) if not tensor.is_nested else ()
-        if strided:
-            return TensorSpec(shape, tensor.dtype, str(tensor.device), tensor.stride())
-        return TensorSpec(shape, tensor.dtype, str(tensor.device), None, stored_by(tensor), tensor.layout)
+        """The spec of a tensor; one object for those of many tensors: a model has few shapes."""
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            shape = tuple(tensor.shape) if not tensor.is_nested else ()
+            return TensorSpec(shape, tensor.dtype, str(tensor.device), None, stored_by(tensor), tensor.layout)
+        seen = tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+        known = _specs.get(seen)
+        if known is None:
+            if len(_specs) >= _MOST_SPECS:
+                _specs.clear()
+            known = _specs[seen] = TensorSpec(tuple(seen[0]), seen[1], str(seen[2]), seen[3])
+        return known
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+_specs: dict[Any, TensorSpec] = {}
+_MOST_SPECS = 65536
 
 
 def stored_by(tensor: torch.Tensor) -> int | None:
@@ -283,9 +293,7 @@ class Call:
     @property
     def refs(self) -> tuple[Ref, ...]:
         """The values it reads, in the order of its arguments."""
-        if not self.kwargs and all(type(arg) is Ref or type(arg) in ATOMS for arg in self.args):
-            return tuple([arg for arg in self.args if type(arg) is Ref])
-        return tuple(refs_in(self.trees))
+        return tuple(refs_in(self.trees if self.kwargs else self.args))
 
     @property
     def trees(self) -> tuple[tuple[Arg, ...], tuple[Arg, ...]]:
