@@ -31,13 +31,13 @@ from .._ir.model_turns import modules_inside, turns, wait_for_turns
 from .._ir.node import Input, Node, State
 from .._ir.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._ir.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_items, require_room, thaw_shared, walk
-from .._ir.util import add_note
+from .._ir.util import add_note, cached_property
 from .._replay.record import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .aliasing import Alias, may_overlap
 from .autograd_effects import check_hooks, close_checkpoints, recomputed_writes, record_changed_flags
 from .custom_functions import by_its_class
-from .freeze import freeze_recording, last_name, metadata_of
+from .freeze import FrozenRecording, freeze_recording, last_name, metadata_of
 from .memory_saving import memory_saving_tracer, stop_observing
 from .output_aliases import add_output_aliases
 from .provenance import Provenance, StartMark, hidden_tensors, is_older, marking_older_objects, reaches_scripts
@@ -73,6 +73,13 @@ class Captured:
     recording: Recording
     output: Any
     beginning: ForwardState
+
+    @cached_property
+    def frozen(self) -> FrozenRecording:
+        """Its graph, and the names in it."""
+        add_output_aliases(self.recording)
+        made = freeze_recording(self.recording)
+        return evolve(made, graph=_with_original_dtypes(made, self.recording))
 
 
 @frozen(eq=False)
@@ -319,17 +326,14 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
 
 def record_of(captured: Captured) -> Record:
     """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
-    add_output_aliases(captured.recording)
-    recording, made = captured.recording, freeze_recording(captured.recording)
+    recording, made = captured.recording, captured.frozen
     homes: dict[int, Any] = {}  # of each module, by id
     notes, steps = recording.state.places(), recording.state.fused_steps
     places = {address_of(made.addresses, note[0]): StatePlace.noted(note, homes, steps) for note in notes}
-    sources = [(record, n) for n, record in enumerate(recording.records) if type(record) is SourceRecord]
-    graph = _with_original_dtypes(made.graph, places, recording, sources)
     own: dict[ValueId, torch.Tensor] = dict(recording.input_facts.copies)
     live: dict[str, torch.Tensor] = {}
-    for source, position in sources:
-        node, value = graph.nodes[position], own.get(source.returns, recording.values[source.returns])
+    for node, source in _sources(made, recording):
+        value = own.get(source.returns, recording.values[source.returns])
         if type(node) is State:
             live[node.name] = source.tensor
             own[source.returns] = _apart(value)
@@ -343,7 +347,7 @@ def record_of(captured: Captured) -> Record:
         for where, handle, first in recording.state.in_inputs
     }
     account = metadata_of(recording, made)
-    return Record(graph, values, versions, recording.rng.draws, live, account=account, places=places, lent=lent)
+    return Record(made.graph, values, versions, recording.rng.draws, live, account=account, places=places, lent=lent)
 
 
 def _apart(value: torch.Tensor) -> torch.Tensor:
@@ -364,25 +368,30 @@ def _is_written_leaf(source: SourceRecord, value: torch.Tensor) -> bool:
     return value is not source.tensor and value.requires_grad and source.tensor.is_leaf
 
 
-def _with_original_dtypes(
-    graph: Graph, places: dict[str, StatePlace], recording: Recording, sources: list[tuple[SourceRecord, int]]
-) -> Graph:
+def _sources(made: FrozenRecording, recording: Recording) -> list[tuple[Node, SourceRecord]]:
+    """The nodes that no call made, each with its record."""
+    pairs = zip(made.graph.nodes, recording.records, strict=True)
+    return [(node, record) for node, record in pairs if isinstance(record, SourceRecord)]
+
+
+def _with_original_dtypes(made: FrozenRecording, recording: Recording) -> Graph:
     """The graph with the dtypes and strides that the model's tensors had then: `model.double()` may have been called
     since.
     """
-    changed: dict[int, Node] = {}
-    for source, position in sources:
-        node = graph.nodes[position]
-        if type(node) is not State or (place := places.get(node.address)) is None:
+    layouts = {address_of(made.addresses, where): look[1] for where, *_, look in recording.state.places()}
+    changed: dict[str, Node] = {}
+    for node, source in _sources(made, recording):
+        if type(node) is not State or node.address not in layouts:
             continue
-        if place.dtype is not None and place.dtype is not node.spec.dtype:
-            node = changed[position] = evolve(node, spec=evolve(node.spec, dtype=place.dtype))
+        layout = layouts[node.address]
+        if layout is not None and layout[2] is not node.spec.dtype:
+            node = changed[node.name] = evolve(node, spec=evolve(node.spec, dtype=layout[2]))
         if recording.strides:
             strides = recording.strides.get(id(source.tensor), node.spec.strides)
-            node = changed[position] = evolve(node, spec=evolve(node.spec, strides=strides))
+            node = changed[node.name] = evolve(node, spec=evolve(node.spec, strides=strides))
     if not changed:
-        return graph
-    return evolve(graph, nodes=tuple([changed.get(position, node) for position, node in enumerate(graph.nodes)]))
+        return made.graph
+    return evolve(made.graph, nodes=tuple([changed.get(node.name, node) for node in made.graph.nodes]))
 
 
 def require_supported(model: Any) -> None:

@@ -35,7 +35,7 @@ from .._ir.node import (
     specs_of,
 )
 from .._ir.target import Target
-from .._ir.trees import is_flat, map_leaves, map_leaves_shared
+from .._ir.trees import map_leaves, map_leaves_shared
 from .._ir.validate import require_lawful
 from .._ir.write import Write, mutate
 from .._replay.inner_gradient import differentiate
@@ -106,13 +106,9 @@ class _Freezer:
                 continue
             for path, handle in value_ids_with_paths(record.returns):
                 self.refs.setdefault(handle, Ref(name, path))
+        self.to_ref = _reader(self.refs)
         self.codes = _codes(recording)
         self.methods = Methods(recording.model, {type(scope.module) for scope in recording.scopes})
-
-    def to_ref(self, leaf: Any) -> Any:
-        if type(leaf) is ValueId:
-            return self.refs[leaf]
-        return Target.of(leaf.function) if type(leaf) is Target else leaf
 
     def at(self, where: StateKey) -> str:
         return address_of(self.addresses, where)
@@ -170,12 +166,12 @@ class _Freezer:
     def _nodes(self) -> list[Node]:
         recording, names = self.recording, self.names
         stale, twice = stale_views(recording), _differentiated_twice(recording)
-        nodes: list[Node] = []
-        for record, name in zip(recording.records, names, strict=True):
-            if isinstance(record, SourceRecord):
-                nodes.append(self._source(record, name))
-            else:
-                nodes.append(self._call(record, name, stale, id(record) in twice))
+        nodes: list[Node] = [
+            self._source(record, name)
+            if isinstance(record, SourceRecord)
+            else self._call(record, name, stale, id(record) in twice)
+            for record, name in zip(recording.records, names, strict=True)
+        ]
         for number, before in recording.patched.items():
             patch = nodes[number]
             assert isinstance(patch, Call)
@@ -183,36 +179,38 @@ class _Freezer:
         return with_dynamic_shapes(nodes)
 
     def _source(self, record: SourceRecord, name: str) -> Node:
-        spec = self.recording.spec(record.returns)
-        if record.kind == "input":
-            return Input(name, record.where, spec, self.recording.input_facts.types.get(record.returns))
-        if record.kind == "constant":
-            return Const(name, record.where, spec, user_line(self.recording, record.site, -1))
-        read = record.tensor if record.kind == "attribute" else None  # the forward may have replaced it since
-        module, key = record.where
-        address, aliases = self.at(record.where), self.addresses.aliases(module, key, read)
-        return State(name, address, record.kind, spec, tuple([a for a in aliases if a != address]))
+        kind, handle, where, site, tensor = record
+        spec = self.recording.spec(handle)
+        if kind == "input":
+            return Input(name, where, spec, self.recording.input_facts.types.get(handle))
+        if kind == "constant":
+            return Const(name, where, spec, user_line(self.recording, site, -1))
+        address = address_of(self.addresses, where)
+        read = tensor if kind == "attribute" else None  # the forward may have replaced it since
+        module, key = where
+        aliases = self.addresses.aliases(module, key, read)
+        return State(name, address, kind, spec, tuple([a for a in aliases if a != address]))
 
     def _call(self, record: CallRecord, name: str, stale: set[ValueId], is_twice: bool) -> Call:
-        recording, scope = self.recording, record.scope
-        follows, is_seeded = recording.rng.follows.get(record.draws or "", (None, False))
-        one = record.returns if type(record.returns) is ValueId else None
+        recording, hand_offs, scope, site = self.recording, self.recording.hand_offs, record.scope, record.site
+        draws, result, through, one = record.draws, record.result, record.through, record.returns
+        follows, is_seeded = (None, False) if draws is None else recording.rng.follows.get(draws, (None, False))
         return call_of(
             recording,
             record,
             name,
             self.to_ref,
-            map_leaves(record.result, self.to_ref) if record.result is not None else None,
+            None if result is None else map_leaves(result, self.to_ref),
             follows,
             is_seeded,
             record.is_dynamic,
-            tuple([self.names[number] for number in record.through]) if record.through else (),
+            tuple([self.names[number] for number in through]) if through else (),
             bool(stale) and not stale.isdisjoint(gives_of(record)),
             record.is_differentiated or is_twice,
-            one in recording.hand_offs.shared,
-            one in recording.hand_offs.written_twice,
+            type(one) is ValueId and one in hand_offs.shared,
+            type(one) is ValueId and one in hand_offs.written_twice,
             self.scopes[scope],
-            with_callers(record.site, self.lines[scope]) or line_of(record.site),
+            with_callers(site, self.lines[scope]) or line_of(site),
         )
 
     def _overlaps(self) -> Overlaps:
@@ -304,6 +302,17 @@ class _Freezer:
                 yield f"its forward left several tensors at {places}, which held one when it began"
 
 
+def _reader(refs: dict[ValueId, Ref]) -> Callable[[Any], Any]:
+    """What a leaf of the recording is in the graph."""
+
+    def to_ref(leaf: Any) -> Any:
+        if type(leaf) is ValueId:
+            return refs[leaf]
+        return Target.of(leaf.function) if type(leaf) is Target else leaf
+
+    return to_ref
+
+
 # -- names and scopes --------------------------------------------------------------------------------------------------
 
 
@@ -336,16 +345,17 @@ def _names(recording: Recording, summaries: list[NodeSummary]) -> tuple[list[str
 def _summaries(recording: Recording, addresses: Addresses, scopes: list[Scope | None]) -> list[NodeSummary]:
     """What the naming of layers needs to know of each record."""
     modules = [tuple([inside.address for inside in scope.stack]) if scope else () for scope in scopes]
-
-    def summary(record: CallRecord | SourceRecord) -> NodeSummary:
+    found: list[NodeSummary] = []
+    for record in recording.records:
         if isinstance(record, SourceRecord):
             address = address_of(addresses, record.where) if record.kind == "parameter" else None
-            return NodeSummary(record.kind, (), (record.returns,), None, address)
-        site = record.site and (id(record.site[0]), record.site[1])
-        inside, literals, reads = modules[record.scope], partial(_literals, record), tuple(reads_of(record))
-        return NodeSummary(record.kind, reads, gives_of(record), record.function, None, inside, site, literals)
-
-    return list(map(summary, recording.records))
+            found.append(NodeSummary(record.kind, (), (record.returns,), None, address))
+            continue
+        reads, gives, site = tuple(reads_of(record)), gives_of(record), record.site
+        place = site and (id(site[0]), site[1])
+        more = record.function, None, modules[record.scope], place, partial(_literals, record)
+        found.append(NodeSummary(record.kind, reads, gives, *more))
+    return found
 
 
 def _literals(record: CallRecord) -> Any:
@@ -418,21 +428,21 @@ def call_of(
     """The node that a record becomes. `more`: the fields from `through` on, which the record alone does not decide.
     All go by their places, as names would take half the time of the whole.
     """
-    kind = Write if record.function is mutate else InnerGradient if record.function is differentiate else Call
-    args, kwargs = tuple(record.args), record.kwargs
+    function, word, args, kwargs, returns, context, *_ = record
+    kind = Write if function is mutate else InnerGradient if function is differentiate else Call
     return kind(
         name,
-        record.kind,
-        Target.of(record.function),
-        tuple(map(to_ref, args)) if is_flat(args) else map_leaves(args, to_ref),
+        word,
+        Target.of(function),
+        tuple([to_ref(arg) if type(arg) is ValueId else map_leaves(arg, to_ref) for arg in args]),
         tuple([(key, map_leaves(value, to_ref)) for key, value in kwargs.items()]) if kwargs else (),
-        map_leaves(record.returns, to_ref),
+        map_leaves(returns, to_ref),
         result,
-        tuple(map(recording.spec, gives_of(record))),
+        (recording.spec(returns),) if type(returns) is ValueId else tuple(map(recording.spec, gives_of(record))),
         record.draws,
         follows,
         is_seeded,
-        frozen_context(record.context),
+        frozen_context(context),
         is_dynamic,
         *more,
     )

@@ -335,8 +335,10 @@ def _missing_aliases(
             numbers.setdefault(leaf, number)
         for leaf, number in numbers.items():
             positions = found.of[leaf]
-            source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
-            is_read = positions and positions[-1] >= end and any(since <= position < end for position in positions)
+            source, since = now.get(leaf) or (leaf, found.made.get(leaf, 0))
+            is_read = (
+                len(positions) > 1 and positions[-1] >= end and any(since <= position < end for position in positions)
+            )
             is_memory = leaf in found.written_memory and leaf not in now
             module = id(recording.scopes[scope].module)
             is_again = (module, leaf) in before

@@ -464,8 +464,9 @@ class Provenance:
             for tensors in (parameters, self.begun_by_module.get(id(module), module._buffers)):
                 for key, value in tensors.items():
                     if value is not None:
-                        names = [f"{prefix}.{key}" if prefix else key for prefix in prefixes]
-                        found.setdefault(id(value), (value, []))[1].extend(names)
+                        _, names = found.get(id(value)) or found.setdefault(id(value), (value, []))
+                        for prefix in prefixes:
+                            names.append(f"{prefix}.{key}" if prefix else key)
         return list(found.values())
 
     def _aliases(self, found: list[tuple[Any, list[str]]]) -> Any:

@@ -289,7 +289,7 @@ class Recording:
 
     def spec(self, handle: ValueId) -> TensorSpec:
         """What is known of a value without its content."""
-        return self.freed.get(handle) or TensorSpec.of(self.values[handle])
+        return self.freed[handle] if handle in self.freed else TensorSpec.of(self.values[handle])
 
     def producers(self) -> dict[ValueId, int]:
         """The position of the record that gives each value."""

@@ -97,18 +97,21 @@ class TensorSpec:
             shape = tuple(tensor.shape) if not tensor.is_nested else ()
             return TensorSpec(shape, tensor.dtype, str(tensor.device), None, stored_by(tensor), tensor.layout)
         seen = tensor.shape, tensor.dtype, tensor.device, tensor.stride()
-        known = _specs.get(seen)
-        if known is None:
-            if len(_specs) >= _MOST_SPECS:
-                _specs.clear()
-            known = _specs[seen] = TensorSpec(tuple(seen[0]), seen[1], str(seen[2]), seen[3])
-        return known
+        return _specs.get(seen) or _noted(seen)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
 
-_specs: dict[Any, TensorSpec] = {}
+def _noted(seen: tuple[Any, ...]) -> TensorSpec:
+    if len(_specs) >= _MOST_SPECS:
+        _specs.clear()
+    shape, dtype, device, strides = seen
+    found = _specs[seen] = TensorSpec(tuple(shape), dtype, str(device), strides)
+    return found
+
+
+_specs: dict[tuple[Any, ...], TensorSpec] = {}
 _MOST_SPECS = 65536
 
 
