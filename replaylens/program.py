@@ -37,7 +37,7 @@ from ._ir.node import Guard, Ref
 from ._ir.printer import program_code
 from ._ir.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
 from ._ir.trees import freeze_deep, thaw
-from ._ir.util import FrozenMapping
+from ._ir.util import FrozenMapping, cached_property
 from ._layers.name_resolution import as_list
 from ._layers.naming import label_nodes
 from ._layers.summary import as_html, summary
@@ -224,6 +224,10 @@ class Program(ProgramBase):
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._index.order)} layers>"
 
     def __str__(self) -> str:
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> str:
         return summary(self)
 
     def _repr_html_(self) -> str:
