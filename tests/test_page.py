@@ -66,7 +66,13 @@ def read(path):
 
 
 def card_of(prog, label, tmp_path):
-    return read(prog.page(tmp_path / "page.html"))[1]["cards"][label]
+    data = read(prog.page(tmp_path / "page.html"))[1]
+    card, calls = data["cards"][label], []
+    at = card.get("call", -1)
+    while at >= 0:
+        name, at = data["calls"][at]
+        calls.insert(0, name)
+    return card | {"modules": calls}
 
 
 # -- one file ---------------------------------------------------------------------------------------------------------

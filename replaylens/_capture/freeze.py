@@ -344,7 +344,11 @@ def _names(recording: Recording, summaries: list[NodeSummary]) -> tuple[list[str
 
 def _summaries(recording: Recording, addresses: Addresses, scopes: list[Scope | None]) -> list[NodeSummary]:
     """What the naming of layers needs to know of each record."""
-    modules = [tuple([inside.address for inside in scope.stack]) if scope else () for scope in scopes]
+    inside: dict[int, tuple[str, ...]] = {id(None): ()}  # by the id of a scope: the addresses around it, and its own
+    for scope in scopes:
+        if scope is not None:
+            inside[id(scope)] = (*inside[id(scope.parent)], scope.address)
+    modules = [inside[id(scope)] for scope in scopes]
     found: list[NodeSummary] = []
     for record in recording.records:
         if isinstance(record, SourceRecord):

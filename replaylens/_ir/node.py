@@ -7,7 +7,7 @@ their arguments: `Write` (write.py) and `InnerGradient` (graph.py).
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import prod
 from typing import Any, ClassVar, TypeVar
 
@@ -213,6 +213,17 @@ class Scope:
 
     def __str__(self) -> str:
         return f"{self.address}:{self.call}"
+
+
+def scopes_beyond(known: Collection[int], scope: Scope | None) -> tuple[Scope | None, list[Scope]]:
+    """The module calls around a scope, and itself, that are not among those known by their ids, outermost first; and
+    the known one around them. So all of a program's are visited once, however deep they are nested.
+    """
+    found: list[Scope] = []
+    while scope is not None and id(scope) not in known:
+        found.append(scope)
+        scope = scope.parent
+    return scope, found[::-1]
 
 
 @frozen
