@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
-from graphviz import Source
 
 from ._capture.capture import Captured, holds_histories, trace_forward
 from ._capture.fake import capture_fake
@@ -58,6 +57,9 @@ from ._view.grouping import ViewOptions
 from ._view.page import page_data, save_page
 from .errors import CaptureError, ReplaylensError, StaleValue
 from .program_base import ProgramBase, require_choice, with_tensors
+
+if TYPE_CHECKING:
+    from graphviz import Source  # a picture imports it: it takes a twentieth of the whole import
 
 
 def capture(
