@@ -77,8 +77,7 @@ class Captured:
     @cached_property
     def frozen(self) -> FrozenRecording:
         """Its graph, and the names in it."""
-        add_output_aliases(self.recording)
-        made = freeze_recording(self.recording)
+        made = freeze_recording(self.recording, add_output_aliases(self.recording))
         return evolve(made, graph=_with_original_dtypes(made, self.recording))
 
 
@@ -378,12 +377,12 @@ def _with_original_dtypes(made: FrozenRecording, recording: Recording) -> Graph:
     """The graph with the dtypes and strides that the model's tensors had then: `model.double()` may have been called
     since.
     """
-    layouts = {address_of(made.addresses, where): look[1] for where, *_, look in recording.state.places()}
+    layouts = {id(tensor): look[1] for *_, tensor, look in recording.state.places() if tensor is not None}
     changed: dict[str, Node] = {}
     for node, source in _sources(made, recording):
-        if type(node) is not State or node.address not in layouts:
+        if type(node) is not State or id(source.tensor) not in layouts:
             continue
-        layout = layouts[node.address]
+        layout = layouts[id(source.tensor)]
         if layout is not None and layout[2] is not node.spec.dtype:
             node = changed[node.name] = evolve(node, spec=evolve(node.spec, dtype=layout[2]))
         if recording.strides:

@@ -51,7 +51,6 @@ from .recording import (
     ValueId,
     address_of,
     gives_of,
-    reads_of,
     value_ids_in,
     value_ids_with_paths,
 )
@@ -77,16 +76,18 @@ class FrozenRecording:
     addresses: Addresses
 
 
-def freeze_recording(recording: Recording) -> FrozenRecording:
-    """The Graph of a recording: nodes named, ValueIds turned into Refs, scopes and lines resolved."""
-    return _Freezer(recording).frozen()
+def freeze_recording(recording: Recording, reads: list[list[ValueId]]) -> FrozenRecording:
+    """The Graph of a recording: nodes named, ValueIds turned into Refs, scopes and lines resolved. `reads` is what each
+    record reads.
+    """
+    return _Freezer(recording, reads).frozen()
 
 
 def last_name(recording: Recording) -> str:
     """The name of the last call, for a message about a forward that raised."""
     addresses = _addresses(recording)
     calls = [number for number, record in enumerate(recording.records) if isinstance(record, CallRecord)]
-    summaries = _summaries(recording, addresses, _scopes(recording, addresses)[0])
+    summaries = _summaries(recording, recording.reads(), addresses, _scopes(recording, addresses)[0])
     ends = {int(handle) for number in calls for _, handle in value_ids_with_paths(recording.records[number].returns)}
     return recording.naming(summaries, ends)[0][calls[-1]]
 
@@ -94,10 +95,11 @@ def last_name(recording: Recording) -> str:
 class _Freezer:
     """One recording on its way to a Graph: its names, Refs, scopes and lines, which every node needs."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, reads: list[list[ValueId]]) -> None:
         self.recording, self.addresses = recording, _addresses(recording)
         self.scopes, self.lines = _scopes(recording, self.addresses)
-        self.names, self.orphans = _names(recording, _summaries(recording, self.addresses, self.scopes))
+        summaries = _summaries(recording, reads, self.addresses, self.scopes)
+        self.names, self.orphans = _names(recording, summaries)
         self.refs: dict[ValueId, Ref] = {}
         for record, name in zip(recording.records, self.names, strict=True):
             if type(handle := record.returns) is ValueId:
@@ -342,7 +344,9 @@ def _names(recording: Recording, summaries: list[NodeSummary]) -> tuple[list[str
     return [names[n] for n in range(len(summaries))], [orphans[n] for n in range(len(summaries))]
 
 
-def _summaries(recording: Recording, addresses: Addresses, scopes: list[Scope | None]) -> list[NodeSummary]:
+def _summaries(
+    recording: Recording, reads: list[list[ValueId]], addresses: Addresses, scopes: list[Scope | None]
+) -> list[NodeSummary]:
     """What the naming of layers needs to know of each record."""
     inside: dict[int, tuple[str, ...]] = {id(None): ()}  # by the id of a scope: the addresses around it, and its own
     for scope in scopes:
@@ -350,15 +354,15 @@ def _summaries(recording: Recording, addresses: Addresses, scopes: list[Scope | 
             inside[id(scope)] = (*inside[id(scope.parent)], scope.address)
     modules = [inside[id(scope)] for scope in scopes]
     found: list[NodeSummary] = []
-    for record in recording.records:
+    for record, read in zip(recording.records, reads, strict=True):
         if isinstance(record, SourceRecord):
             address = address_of(addresses, record.where) if record.kind == "parameter" else None
             found.append(NodeSummary(record.kind, (), (record.returns,), None, address))
             continue
-        reads, gives, site = tuple(reads_of(record)), gives_of(record), record.site
+        site = record.site
         place = site and (id(site[0]), site[1])
         more = record.function, None, modules[record.scope], place, partial(_literals, record)
-        found.append(NodeSummary(record.kind, reads, gives, *more))
+        found.append(NodeSummary(record.kind, tuple(read), gives_of(record), *more))
     return found
 
 
@@ -540,13 +544,13 @@ def metadata_of(recording: Recording, made: FrozenRecording) -> CaptureMetadata:
 
 def _modules(addresses: Addresses) -> dict[str, str]:
     """The class of each module by its address, except the model's own."""
-    found = {addresses.modules[id(module)]: type(module).__name__ for module in reversed(addresses.listed)}
+    found = {addresses.modules[id(module)]: type(module).__name__ for module in reversed(addresses.listed())}
     return {address: kind for address, kind in reversed(found.items()) if address}
 
 
 def _tensors(addresses: Addresses, table: str) -> Iterator[tuple[StateKey, torch.Tensor]]:
     """The `_parameters` or `_buffers` of all modules, with their places."""
-    for module in addresses.listed:
+    for module in addresses.listed():
         for key, value in getattr(module, table).items():
             if value is not None:
                 yield (module, key), value

@@ -49,7 +49,6 @@ from .recording import (
     GuardRecord,
     Recording,
     ValueId,
-    reads_of,
     value_ids_in,
     value_ids_with_paths,
 )
@@ -215,10 +214,12 @@ def is_output_alias(record: Any) -> TypeGuard[CallRecord]:
     return isinstance(record, CallRecord) and record.function is alias and len(record.args) == 2
 
 
-def add_output_aliases(recording: Recording) -> None:
-    """Gives module outputs aliases where they need them, and nowhere else; does so once."""
+def add_output_aliases(recording: Recording) -> list[list[ValueId]]:
+    """Gives module outputs aliases where they need them, and nowhere else; does so once. Returns what each record then
+    reads.
+    """
     if recording.hand_offs.is_settled:
-        return
+        return recording.reads()
     recording.hand_offs.is_settled = True
     known = recording.addresses() if recording.addresses else Addresses({})
     recording.addresses = lambda: known
@@ -238,6 +239,7 @@ def add_output_aliases(recording: Recording) -> None:
     inner = [(turn, *one) for turn, one in outputs if id(recording.scopes[one[0]].module) not in roots]
     if new := _missing_aliases(recording, found, inner, returned_twice):
         _insert(recording, new)
+    return recording.reads() if new else found.read
 
 
 @define(eq=False)
@@ -258,6 +260,7 @@ class _Reads:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
+        self.read = recording.reads()
         self.end = len(recording.records)
         self.aliases = [
             (position, record) for position, record in enumerate(recording.records) if is_output_alias(record)
@@ -277,7 +280,7 @@ class _Reads:
             elif returns in of:
                 self.made[returns] = position
             if isinstance(item, CallRecord):
-                self._note(position, reads_of(item))
+                self._note(position, self.read[position])
                 if item.function is mutate and item.result is not None:
                     self.written_memory.update(
                         {h for _, h in value_ids_with_paths(item.returns)}.difference(leaves(item.result))

@@ -433,7 +433,7 @@ class Provenance:
         every = frozenset([address for _, found in holders for address in found])
         every -= {f"{modules[id(module)]}.{key}".lstrip(".") for module, key in self.born()}
         twice = tuple([(other, modules[number]) for number, found in others.items() for other in found])
-        return Addresses(modules, self._in_order(), self._aliases(holders), twice, every)
+        return Addresses(modules, cache(self._in_order), self._aliases(holders), twice, every)
 
     def _in_order(self) -> tuple[nn.Module, ...]:
         """Every module of the model, each followed by its submodules."""

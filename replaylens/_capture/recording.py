@@ -291,6 +291,10 @@ class Recording:
         """What is known of a value without its content."""
         return self.freed[handle] if handle in self.freed else TensorSpec.of(self.values[handle])
 
+    def reads(self) -> list[list[ValueId]]:
+        """The values that each record reads."""
+        return list(map(reads_of, self.records))
+
     def producers(self) -> dict[ValueId, int]:
         """The position of the record that gives each value."""
         return {
@@ -303,7 +307,7 @@ class Addresses:
     """The addresses of the model's modules and tensors: found once, when the program is frozen."""
 
     modules: dict[int, str]  # id of a module -> dotted address
-    listed: tuple[torch.nn.Module, ...] = ()  # the model's modules, each below the one that has it
+    listed: Callable[[], tuple[torch.nn.Module, ...]] = tuple  # the model's modules, each below the one that has it
     # all addresses of a tensor; without one, those of the tensor that the key had when the capture began
     aliases: Callable[[Any, str, torch.Tensor | None], tuple[str, ...]] = lambda module, key, tensor: ()
     twice: tuple[tuple[str, str], ...] = ()  # further addresses of modules, each with the first

@@ -431,16 +431,11 @@ def leaves_of(kind: type[T], tree: Any) -> list[T]:
     """The leaves of a frozen tree whose type is exactly this class, from left to right."""
     if type(tree) is kind:
         return [tree]
-    if type(tree) is tuple and is_flat(tree):
+    if type(tree) is tuple and _INNER.isdisjoint(map(type, tree)):
         return [leaf for leaf in tree if type(leaf) is kind]
     found: list[Any] = []
     _gather((tree,), found)
     return [leaf for leaf in found if type(leaf) is kind]
-
-
-def is_flat(items: Iterable[Any]) -> bool:
-    """True if each of these trees is a leaf."""
-    return _INNER.isdisjoint(map(type, items))
 
 
 _INNER = frozenset((tuple, Branch))

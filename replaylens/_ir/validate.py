@@ -157,7 +157,7 @@ def _kinds_of_call_are_well_formed(graph: Graph) -> Iterator[Problem]:
                     _well_formed[id(call)] = call
         elif isinstance(call, InnerGradient):
             yield from (Problem(call.name, "inner gradient", fact) for fact in _faults_of_gradient(call))
-        elif call.target.name == MUTATE.name:
+        elif call.target == MUTATE:
             yield Problem(call.name, "write", "writes in place and is no Write")
         elif call.through:
             yield Problem(call.name, "inner gradient", "runs others again and is no InnerGradient")
