@@ -1,6 +1,8 @@
 """Imports the package with Python's garbage collector off.
 
-A collection during the import would traverse all of torch's objects, which takes as long as the import itself.
+A collection during the import would traverse all of torch's objects, which takes as long as the import itself. One
+after it would traverse all that was imported: `gc.freeze` and `gc.unfreeze` count that among the old objects, which is
+what a collection would have found out.
 """
 
 import gc
@@ -14,4 +16,7 @@ try:
     from ._view import overlays as overlays, theme as theme
 finally:
     if _collects:
+        if not gc.get_freeze_count():  # nobody else has frozen objects, which would be unfrozen here
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
-from graphviz import Source
 
 from ._capture.capture import Captured, holds_histories, trace_forward
 from ._capture.fake import capture_fake
@@ -37,7 +36,7 @@ from ._ir.node import Guard, Ref
 from ._ir.printer import program_code
 from ._ir.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
 from ._ir.trees import freeze_deep, thaw
-from ._ir.util import FrozenMapping
+from ._ir.util import FrozenMapping, cached_property
 from ._layers.name_resolution import as_list
 from ._layers.naming import label_nodes
 from ._layers.summary import as_html, summary
@@ -58,6 +57,9 @@ from ._view.grouping import ViewOptions
 from ._view.page import page_data, save_page
 from .errors import CaptureError, ReplaylensError, StaleValue
 from .program_base import ProgramBase, require_choice, with_tensors
+
+if TYPE_CHECKING:
+    from graphviz import Source  # a picture imports it: it takes a twentieth of the whole import
 
 
 def capture(
@@ -224,6 +226,10 @@ class Program(ProgramBase):
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._index.order)} layers>"
 
     def __str__(self) -> str:
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> str:
         return summary(self)
 
     def _repr_html_(self) -> str:

@@ -97,7 +97,11 @@ class ProgramBase(ProgramMetadata, ValueSource):
     @property
     def graph(self) -> Graph:
         """The structure of the program: its nodes in order, without tensors."""
-        return self._any_record.graph
+        captured = self._captured  # another thread may make the record of it just now
+        if captured is None or self._keeps_nothing:
+            return self._any_record.graph
+        with _freezing, outside_of_transforms():
+            return captured.frozen.graph
 
     @property
     def layers(self) -> list[Layer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from replaylens._capture import (
     capture as capture,
+    content_dependence as content_dependence,
     memory_saving as memory_saving,
     provenance as provenance,
     scopes as scopes,

@@ -1,5 +1,8 @@
 """Modules nested deeper than Python's stack: what runs the model needs the model's own depth, all else needs none."""
 
+import json
+import os
+import re
 import sys
 import threading
 
@@ -62,6 +65,7 @@ READS = {
     "table": lambda prog: prog.to_pandas(),
     "modules": lambda prog: str(prog.modules),
     "picture": lambda prog: prog.draw(direction="LR").source,
+    "page": lambda prog: prog.page(os.devnull),
     "slice": lambda prog: prog.slice("tanh_3").layer_labels,
     "swap": lambda prog: prog.swap("tanh_3", torch.sin).output,
     "module": lambda prog: prog.module("tanh_3"),
@@ -75,6 +79,13 @@ READS = {
 def test_what_is_asked_of_the_program_does_not_recurse(deep, task):
     assert sys.getrecursionlimit() <= DEPTH
     READS[task](deep[0])
+
+
+def test_a_page_names_each_module_call_once(deep, tmp_path):
+    text = deep[0].page(tmp_path / "page.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', text, re.DOTALL)[1])
+    assert [outer for _, outer in data["calls"]] == list(range(-1, DEPTH))
+    assert {card["call"] for card in data["cards"].values() if "call" in card} == set(range(DEPTH + 1))
 
 
 def test_scopes_are_equal_if_their_parents_are(deep):

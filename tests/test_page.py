@@ -66,7 +66,13 @@ def read(path):
 
 
 def card_of(prog, label, tmp_path):
-    return read(prog.page(tmp_path / "page.html"))[1]["cards"][label]
+    data = read(prog.page(tmp_path / "page.html"))[1]
+    card, calls = data["cards"][label], []
+    at = card.get("call", -1)
+    while at >= 0:
+        name, at = data["calls"][at]
+        calls.insert(0, name)
+    return card | {"modules": calls}
 
 
 # -- one file ---------------------------------------------------------------------------------------------------------
@@ -187,6 +193,16 @@ def test_every_kind_of_number_has_statistics(tensor):
     found = statistics(tensor)
     assert found.mean == pytest.approx(float((tensor.abs() if tensor.is_complex() else tensor).double().mean()))
     assert sum(found.histogram) == tensor.numel()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("shift", [0.0, 1e4])
+def test_the_deviation_is_the_one_that_torch_computes(scale, shift):
+    values = (torch.rand(10_000, generator=torch.Generator().manual_seed(0)) + shift) * scale
+    std, mean = torch.std_mean(values.double(), correction=0)
+    found = statistics(values)
+    assert (found.std, found.mean) == (pytest.approx(float(std)), pytest.approx(float(mean)))
+    assert statistics(torch.full((1000,), 0.1) * scale).std == 0.0
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.eye(2).to_sparse(), torch.empty(2, device="meta")])

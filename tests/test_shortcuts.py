@@ -7,7 +7,7 @@ import attrs
 import numpy
 import pytest
 import torch
-from internals import NOT_WHOLE, Handling, Provenance, Recorder, rule_of, tracer
+from internals import NOT_WHOLE, Handling, Provenance, Recorder, content_dependence, rule_of, tracer
 from zoo import MODELS, silence
 
 import replaylens as rl
@@ -21,12 +21,15 @@ def long_rule(function):
 
 
 def take_the_long_way(patch):
-    """Every call goes through `leaf` or `write`, and every tensor of the model through the search for its origin."""
+    """Every call goes through `leaf` or `write`, and every tensor of the model through the search for its origin. Of
+    every call it is asked by its own arguments whether content decides its shape.
+    """
     patch.setattr(tracer, "rule_of", long_rule)
     patch.setattr(tracer, "_rules", {})
     patch.setattr(tracer, "write_whole", lambda *args: NOT_WHOLE)
     patch.setattr(Recorder, "parameter", Recorder._origin)
     patch.setattr(Provenance, "buffers_at_start", {})
+    patch.setattr(content_dependence, "_never_decides", lambda *args: False)
 
 
 def told(name):

@@ -7,7 +7,6 @@ buffers, its hooks, the generators and torch itself are left as a plain forward 
 from __future__ import annotations
 
 import inspect
-import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,16 +29,16 @@ from .._ir.label import Naming
 from .._ir.memory import extent, storage_of, versions_of
 from .._ir.model_state import StatePlace
 from .._ir.model_turns import modules_inside, turns, wait_for_turns
-from .._ir.node import Input, Node, Ref, State
+from .._ir.node import Input, Node, State
 from .._ir.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._ir.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_items, require_room, thaw_shared, walk
-from .._ir.util import add_note
+from .._ir.util import add_note, cached_property
 from .._replay.record import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .aliasing import Alias, may_overlap
 from .autograd_effects import check_hooks, close_checkpoints, recomputed_writes, record_changed_flags
 from .custom_functions import by_its_class
-from .freeze import freeze_recording, last_name, metadata_of
+from .freeze import FrozenRecording, freeze_recording, last_name, metadata_of
 from .memory_saving import memory_saving_tracer, stop_observing
 from .output_aliases import add_output_aliases
 from .provenance import Provenance, StartMark, hidden_tensors, is_older, marking_older_objects, reaches_scripts
@@ -75,6 +74,12 @@ class Captured:
     recording: Recording
     output: Any
     beginning: ForwardState
+
+    @cached_property
+    def frozen(self) -> FrozenRecording:
+        """Its graph, and the names in it."""
+        made = freeze_recording(self.recording, add_output_aliases(self.recording))
+        return evolve(made, graph=_with_original_dtypes(made, self.recording))
 
 
 @frozen(eq=False)
@@ -321,33 +326,35 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
 
 def record_of(captured: Captured) -> Record:
     """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
-    add_output_aliases(captured.recording)
-    recording, made = captured.recording, freeze_recording(captured.recording)
+    recording, made = captured.recording, captured.frozen
     homes: dict[int, Any] = {}  # of each module, by id
     notes, steps = recording.state.places(), recording.state.fused_steps
     places = {address_of(made.addresses, note[0]): StatePlace.noted(note, homes, steps) for note in notes}
-    graph = _with_original_dtypes(made.graph, places, recording)
-    values: dict[Ref, torch.Tensor] = {}
+    own: dict[ValueId, torch.Tensor] = dict(recording.input_facts.copies)
     live: dict[str, torch.Tensor] = {}
-    for ref, handle in made.handles.items():
-        if handle not in recording.freed:
-            values[ref] = recording.input_facts.copies.get(handle, recording.values[handle])
-    for source, node in zip(recording.records, graph.nodes, strict=True):
-        if isinstance(node, State) and isinstance(source, SourceRecord):
-            value = values[Ref(node.name)]
+    for node, source in _sources(made, recording):
+        value = own.get(source.returns, recording.values[source.returns])
+        if type(node) is State:
             live[node.name] = source.tensor
-            values[Ref(node.name)] = (
-                value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
-            )
-        elif isinstance(node, Input) and _is_written_leaf(source, values.get(Ref(node.name))):
-            live[node.name] = source.tensor  # type: ignore[union-attr]
-    names = {handle: ref.node for ref, handle in made.handles.items()}
+            own[source.returns] = _apart(value)
+        elif type(node) is Input and source.returns not in recording.freed and _is_written_leaf(source, value):
+            live[node.name] = source.tensor
+    freed, held, counts = recording.freed, recording.values, recording.versions
+    values = {ref: own[h] if h in own else held[h] for h, ref in made.refs.items() if h not in freed}
+    versions = Versions([(ref, counts[h]) for h, ref in made.refs.items() if counts[h] and h not in freed])
     lent = {
-        address_of(made.addresses, where): (names[source], first) for where, source, first in recording.state.in_inputs
+        address_of(made.addresses, where): (made.refs[handle].node, first)
+        for where, handle, first in recording.state.in_inputs
     }
-    versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items() if ref in values)
     account = metadata_of(recording, made)
-    return Record(graph, values, versions, recording.rng.draws, live, account=account, places=places, lent=lent)
+    return Record(made.graph, values, versions, recording.rng.draws, live, account=account, places=places, lent=lent)
+
+
+def _apart(value: torch.Tensor) -> torch.Tensor:
+    """The same content as a leaf of its own, which the model does not hold."""
+    if value.is_inference():
+        return value
+    return value.detach().requires_grad_() if value.requires_grad else value.detach()
 
 
 def holds_histories(captured: Captured) -> bool:
@@ -356,26 +363,35 @@ def holds_histories(captured: Captured) -> bool:
     return any(type(value) is not Freed and value.requires_grad and history_of(value) is not None for value in values)
 
 
-def _is_written_leaf(source: Any, value: torch.Tensor | None) -> bool:
+def _is_written_leaf(source: SourceRecord, value: torch.Tensor) -> bool:
     """True if the forward wrote a leaf among its inputs, so that its content before is kept by value."""
-    return value is not None and value is not source.tensor and value.requires_grad and source.tensor.is_leaf
+    return value is not source.tensor and value.requires_grad and source.tensor.is_leaf
 
 
-def _with_original_dtypes(graph: Graph, places: dict[str, StatePlace], recording: Recording) -> Graph:
+def _sources(made: FrozenRecording, recording: Recording) -> list[tuple[Node, SourceRecord]]:
+    """The nodes that no call made, each with its record."""
+    pairs = zip(made.graph.nodes, recording.records, strict=True)
+    return [(node, record) for node, record in pairs if isinstance(record, SourceRecord)]
+
+
+def _with_original_dtypes(made: FrozenRecording, recording: Recording) -> Graph:
     """The graph with the dtypes and strides that the model's tensors had then: `model.double()` may have been called
     since.
     """
-    nodes: list[Node] = list(graph.nodes)
-    for position, (node, source) in enumerate(zip(graph.nodes, recording.records, strict=True)):
-        if not isinstance(node, State) or (place := places.get(node.address)) is None:
+    layouts = {id(tensor): look[1] for *_, tensor, look in recording.state.places() if tensor is not None}
+    changed: dict[str, Node] = {}
+    for node, source in _sources(made, recording):
+        if type(node) is not State or id(source.tensor) not in layouts:
             continue
-        if place.dtype is not None and place.dtype is not node.spec.dtype:
-            node = evolve(node, spec=evolve(node.spec, dtype=place.dtype))
-        if isinstance(source, SourceRecord) and recording.strides:
+        layout = layouts[id(source.tensor)]
+        if layout is not None and layout[2] is not node.spec.dtype:
+            node = changed[node.name] = evolve(node, spec=evolve(node.spec, dtype=layout[2]))
+        if recording.strides:
             strides = recording.strides.get(id(source.tensor), node.spec.strides)
-            node = evolve(node, spec=evolve(node.spec, strides=strides))
-        nodes[position] = node
-    return graph if all(map(operator.is_, nodes, graph.nodes)) else evolve(graph, nodes=tuple(nodes))
+            node = changed[node.name] = evolve(node, spec=evolve(node.spec, strides=strides))
+    if not changed:
+        return made.graph
+    return evolve(made.graph, nodes=tuple([changed.get(node.name, node) for node in made.graph.nodes]))
 
 
 def require_supported(model: Any) -> None:

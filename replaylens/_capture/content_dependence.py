@@ -8,7 +8,7 @@ may catch what they raise). Nothing is asked while the model runs: reading a sha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -18,23 +18,25 @@ from attrs import evolve
 from .._ir.node import Call, Guard, Node, Ref, TensorSpec, refs_in, specs_of
 from .._ir.ops import OpInfo, Quirk, op_info
 from .._ir.trees import Branch, leaves
-from .._ir.write import Write, original_call
+from .._ir.write import Write, is_wrapper, original_call, original_target
 
 Meaning = Callable[[Ref], TensorSpec]
 
 
 def with_dynamic_shapes(nodes: list[Node]) -> list[Node]:
     """The nodes; `is_dynamic` is set on each call that can give another shape on other values."""
-    places = {node.name: number for number, node in enumerate(nodes)}
+    places: dict[str, int] = {}
 
     def spec(ref: Ref) -> TensorSpec:
+        if not places:
+            places.update((node.name, number) for number, node in enumerate(nodes))
         return specs_of(nodes[places[ref.node]])[ref]
 
-    marked = [(node, isinstance(node, Call) and _is_dynamic(node, spec)) for node in nodes]
-    return [
-        evolve(node, is_dynamic=dynamic) if isinstance(node, Call) and dynamic != node.is_dynamic else node
-        for node, dynamic in marked
-    ]
+    made = list(nodes)
+    for number, node in enumerate(nodes):
+        if isinstance(node, Call) and (dynamic := _is_dynamic(node, spec)) != node.is_dynamic:
+            made[number] = evolve(node, is_dynamic=dynamic)
+    return made
 
 
 def _is_dynamic(call: Call, spec: Meaning) -> bool:
@@ -43,6 +45,8 @@ def _is_dynamic(call: Call, spec: Meaning) -> bool:
     for known in call.spec:
         if known.stored is not None:
             return True
+    if type(call) is Call and _never_decides(call.target.function, len(call.args), tuple([k for k, _ in call.kwargs])):
+        return False
     if _keeps_shapes(call):
         return False
     function = original_call(call).target
@@ -58,6 +62,17 @@ def _is_known(function: Any) -> bool:
     """True if a function written in Python by torch stands for an operator, whose schema tells its shape."""
     home = getattr(function, "__module__", None) or ""
     return home.startswith(("torch.nn.functional", "torch._jit_internal")) and bool(op_info(function).giving)
+
+
+@lru_cache(maxsize=65536)
+def _never_decides(function: Any, count: int, keys: tuple[str, ...]) -> bool:
+    """True if content decides the shape of no call of a function with so many arguments, and others by these names: it
+    takes no number there that could be a tensor. One answer does for most calls of a program.
+    """
+    op = op_info(function)
+    if is_wrapper(function) or _SHAPE_RULES & op.quirks or op.has_dynamic_shape:
+        return False
+    return op.is_pointwise or not any(_takes_number(op, place) for place in (*range(count), *keys))
 
 
 def _keeps_shapes(call: Call) -> bool:
@@ -105,43 +120,45 @@ def _is_number(leaf: Any, spec: Meaning) -> bool:
 def _in_places_of_numbers(call: Call) -> Iterator[Any]:
     """The arguments where the operator takes numbers, and those that its schema has no place for."""
     op = op_info(call.target)
-    places, names = _places_of_numbers(op) if op.giving else ([], {})
-    for number, arg in enumerate(call.args):
-        if number >= len(places) or places[number]:
+    given: tuple[tuple[int | str, Any], ...] = (*enumerate(call.args), *call.kwargs)
+    for place, arg in given:
+        if _takes_number(op, place):
             yield from leaves(arg)
-    for key, value in call.kwargs:
-        if names.get(key, True):
-            yield from leaves(value)
+
+
+def _takes_number(op: OpInfo, place: int | str) -> bool:
+    """True if an argument of an operator, by place or name, can be a whole number; or if its schema has none there."""
+    return _places_of_numbers(op).get(place, True)
 
 
 _NUMBERS = ("int", "SymInt", "number", "Scalar")  # in the words of a schema
 
 
 @cache
-def _places_of_numbers(op: OpInfo) -> tuple[list[bool], dict[str, bool]]:
-    """Whether each argument of an operator takes whole numbers, in order and by name."""
-    by_place: dict[int, bool] = {}
-    by_name: dict[str, bool] = {}
+def _places_of_numbers(op: OpInfo) -> dict[int | str, bool]:
+    """Whether each argument of an operator takes whole numbers, by place and by name."""
+    found: dict[int | str, bool] = {}
     for overload in op.giving:
-        for place, argument in enumerate(overload._schema.arguments):
+        for number, argument in enumerate(overload._schema.arguments):
             takes = any(word in str(argument.type) for word in _NUMBERS)
-            by_place[place] = by_place.get(place, False) or takes
-            by_name[argument.name] = by_name.get(argument.name, False) or takes
-    return list(by_place.values()), by_name
+            for place in (number, argument.name):
+                found[place] = found.get(place, False) or takes
+    return found
 
 
 def completions(nodes: list[Node], needed: Iterable[str], catches: bool) -> Iterator[Guard]:
     """A guard for each call that can raise and that nothing needed depends on. `catches`: the model catches exceptions;
     otherwise calls that raise by layout or flags alone are left out.
     """
-    if not any(isinstance(node, Call) and _can_raise(node, catches) for node in nodes):
+    raising = [(n, node) for n, node in enumerate(nodes) if isinstance(node, Call) and _can_raise(node, catches)]
+    if not raising:
         return
     alive = set(needed)
     for node in reversed(nodes):
         if node.name in alive and isinstance(node, Call):
             alive.update(ref.node for ref in node.refs)
-    for number, node in enumerate(nodes):
-        if isinstance(node, Call) and node.name not in alive and not node.is_dynamic and _can_raise(node, catches):
+    for number, node in raising:
+        if node.name not in alive and not node.is_dynamic:
             yield Guard(
                 node.target,
                 tuple(specs_of(node)),
@@ -156,12 +173,17 @@ def completions(nodes: list[Node], needed: Iterable[str], catches: bool) -> Iter
 def _can_raise(call: Call, by_layout: bool) -> bool:
     if by_layout and isinstance(call, Write) and call.writes_out:
         return True
-    ways = op_info(original_call(call).target).quirks & _RAISING
+    ways = _ways_to_raise(original_target(call).function)
     if not ways or (call.target.short == "__getitem__" and len(call.refs) == 1):  # by whole numbers and slices
         return False
     if Quirk.CAN_RAISE in ways or (by_layout and Quirk.CAN_RAISE_BY_LAYOUT in ways):
         return True
     return Quirk.CAN_RAISE_ON_INTEGERS in ways and not any(spec.is_differentiable for spec in call.spec)
+
+
+@lru_cache(maxsize=65536)
+def _ways_to_raise(function: Any) -> frozenset[Quirk]:
+    return op_info(function).quirks & _RAISING
 
 
 _RAISING = frozenset((Quirk.CAN_RAISE, Quirk.CAN_RAISE_BY_LAYOUT, Quirk.CAN_RAISE_ON_INTEGERS))

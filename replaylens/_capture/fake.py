@@ -58,8 +58,7 @@ def capture_fake(
         try:
             with mode:
                 captured = trace_twice(forward, lambda recording, start: start.put_back(), Provenance(model))
-                add_output_aliases(captured.recording)
-                made = freeze_recording(captured.recording)
+                made = freeze_recording(captured.recording, add_output_aliases(captured.recording))
                 account = metadata_of(captured.recording, made).untimed()
                 return Record(made.graph, {}, Versions(()), {}, account=account, saved=frozenset())
         except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -32,7 +32,6 @@ from .._ir.node import (
     Scope,
     Source,
     State,
-    TensorSpec,
     specs_of,
 )
 from .._ir.target import Target
@@ -51,7 +50,7 @@ from .recording import (
     StateKey,
     ValueId,
     address_of,
-    reads_of,
+    gives_of,
     value_ids_in,
     value_ids_with_paths,
 )
@@ -70,23 +69,25 @@ from .user_code import (
 
 @frozen
 class FrozenRecording:
-    """A Graph, the ValueId of each of its Refs, and the model's addresses."""
+    """A Graph, the Ref of each value, and the model's addresses."""
 
     graph: Graph
-    handles: dict[Ref, ValueId]
+    refs: dict[ValueId, Ref]
     addresses: Addresses
 
 
-def freeze_recording(recording: Recording) -> FrozenRecording:
-    """The Graph of a recording: nodes named, ValueIds turned into Refs, scopes and lines resolved."""
-    return _Freezer(recording).frozen()
+def freeze_recording(recording: Recording, reads: list[list[ValueId]]) -> FrozenRecording:
+    """The Graph of a recording: nodes named, ValueIds turned into Refs, scopes and lines resolved. `reads` is what each
+    record reads.
+    """
+    return _Freezer(recording, reads).frozen()
 
 
 def last_name(recording: Recording) -> str:
     """The name of the last call, for a message about a forward that raised."""
     addresses = _addresses(recording)
     calls = [number for number, record in enumerate(recording.records) if isinstance(record, CallRecord)]
-    summaries = _summaries(recording, addresses, _scopes(recording, addresses)[0])
+    summaries = _summaries(recording, recording.reads(), addresses, _scopes(recording, addresses)[0])
     ends = {int(handle) for number in calls for _, handle in value_ids_with_paths(recording.records[number].returns)}
     return recording.naming(summaries, ends)[0][calls[-1]]
 
@@ -94,27 +95,25 @@ def last_name(recording: Recording) -> str:
 class _Freezer:
     """One recording on its way to a Graph: its names, Refs, scopes and lines, which every node needs."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, reads: list[list[ValueId]]) -> None:
         self.recording, self.addresses = recording, _addresses(recording)
         self.scopes, self.lines = _scopes(recording, self.addresses)
-        self.names, self.orphans = _names(recording, _summaries(recording, self.addresses, self.scopes))
+        summaries = _summaries(recording, reads, self.addresses, self.scopes)
+        self.names, self.orphans = _names(recording, summaries)
         self.refs: dict[ValueId, Ref] = {}
         for record, name in zip(recording.records, self.names, strict=True):
+            if type(handle := record.returns) is ValueId:
+                if handle not in self.refs:
+                    self.refs[handle] = Ref(name)
+                continue
             for path, handle in value_ids_with_paths(record.returns):
                 self.refs.setdefault(handle, Ref(name, path))
+        self.to_ref = _reader(self.refs)
         self.codes = _codes(recording)
         self.methods = Methods(recording.model, {type(scope.module) for scope in recording.scopes})
 
-    def to_ref(self, leaf: Any) -> Any:
-        if type(leaf) is ValueId:
-            return self.refs[leaf]
-        return Target.of(leaf.function) if type(leaf) is Target else leaf
-
     def at(self, where: StateKey) -> str:
         return address_of(self.addresses, where)
-
-    def scope(self, number: int) -> Scope | None:
-        return self.scopes[number] if number >= 0 else None
 
     def frozen(self) -> FrozenRecording:
         recording, state = self.recording, self.recording.state
@@ -162,21 +161,19 @@ class _Freezer:
                 [a for node in nodes if isinstance(node, State) for a in (node.address, *node.aliases)]
             ),
         )
-        return FrozenRecording(
-            require_lawful(graph), {ref: handle for handle, ref in self.refs.items()}, self.addresses
-        )
+        return FrozenRecording(require_lawful(graph), self.refs, self.addresses)
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
     def _nodes(self) -> list[Node]:
         recording, names = self.recording, self.names
         stale, twice = stale_views(recording), _differentiated_twice(recording)
-        nodes: list[Node] = []
-        for record, name in zip(recording.records, names, strict=True):
-            if isinstance(record, SourceRecord):
-                nodes.append(self._source(record, name))
-            else:
-                nodes.append(self._call(record, name, stale, id(record) in twice))
+        nodes: list[Node] = [
+            self._source(record, name)
+            if isinstance(record, SourceRecord)
+            else self._call(record, name, stale, id(record) in twice)
+            for record, name in zip(recording.records, names, strict=True)
+        ]
         for number, before in recording.patched.items():
             patch = nodes[number]
             assert isinstance(patch, Call)
@@ -184,36 +181,38 @@ class _Freezer:
         return with_dynamic_shapes(nodes)
 
     def _source(self, record: SourceRecord, name: str) -> Node:
-        (spec,) = _shared((self.recording.spec(record.returns),))
-        if record.kind == "input":
-            return Input(name, record.where, spec, self.recording.input_facts.types.get(record.returns))
-        if record.kind == "constant":
-            return Const(name, record.where, spec, user_line(self.recording, record.site, -1))
-        read = record.tensor if record.kind == "attribute" else None  # the forward may have replaced it since
-        module, key = record.where
-        address, aliases = self.at(record.where), self.addresses.aliases(module, key, read)
-        return State(name, address, record.kind, spec, tuple(a for a in aliases if a != address))
+        kind, handle, where, site, tensor = record
+        spec = self.recording.spec(handle)
+        if kind == "input":
+            return Input(name, where, spec, self.recording.input_facts.types.get(handle))
+        if kind == "constant":
+            return Const(name, where, spec, user_line(self.recording, site, -1))
+        address = address_of(self.addresses, where)
+        read = tensor if kind == "attribute" else None  # the forward may have replaced it since
+        module, key = where
+        aliases = self.addresses.aliases(module, key, read)
+        return State(name, address, kind, spec, tuple([a for a in aliases if a != address]))
 
     def _call(self, record: CallRecord, name: str, stale: set[ValueId], is_twice: bool) -> Call:
-        recording, line = self.recording, self.lines[record.scope] if record.scope >= 0 else None
-        follows, is_seeded = recording.rng.follows.get(record.draws or "", (None, False))
-        one = record.returns if type(record.returns) is ValueId else None
+        recording, hand_offs, scope, site = self.recording, self.recording.hand_offs, record.scope, record.site
+        draws, result, through, one = record.draws, record.result, record.through, record.returns
+        follows, is_seeded = (None, False) if draws is None else recording.rng.follows.get(draws, (None, False))
         return call_of(
             recording,
             record,
             name,
             self.to_ref,
-            result=map_leaves(record.result, self.to_ref),
-            follows=follows,
-            is_seeded=is_seeded,
-            is_dynamic=record.is_dynamic,
-            through=tuple([self.names[number] for number in record.through]),
-            is_differentiated=record.is_differentiated or is_twice,
-            is_overwritten=bool(stale) and any(handle in stale for _, handle in value_ids_with_paths(record.returns)),
-            is_shared=one in recording.hand_offs.shared,
-            has_duplicate_outputs=one in recording.hand_offs.written_twice,
-            scope=self.scope(record.scope),
-            source=with_callers(record.site, line) or line_of(record.site),
+            None if result is None else map_leaves(result, self.to_ref),
+            follows,
+            is_seeded,
+            record.is_dynamic,
+            tuple([self.names[number] for number in through]) if through else (),
+            bool(stale) and not stale.isdisjoint(gives_of(record)),
+            record.is_differentiated or is_twice,
+            type(one) is ValueId and one in hand_offs.shared,
+            type(one) is ValueId and one in hand_offs.written_twice,
+            self.scopes[scope],
+            with_callers(site, self.lines[scope]) or line_of(site),
         )
 
     def _overlaps(self) -> Overlaps:
@@ -234,8 +233,9 @@ class _Freezer:
         before the one node that stands for the function.
         """
         shapes = [_shape_guard(node, n) for n, node in enumerate(nodes) if isinstance(node, Call) and node.is_dynamic]
-        places = {node.name: number for number, node in enumerate(nodes)}
-        read = [self._guard(guard) for guard in self.recording.guards]
+        recorded = self.recording.guards
+        places = {node.name: number for number, node in enumerate(nodes)} if recorded else {}
+        read = [self._guard(guard) for guard in recorded]
         after = [max([places[ref.node] + 1 for ref in guard.refs], default=0) for guard in read]
         read = [evolve(guard, position=max(guard.position, n)) for guard, n in zip(read, after, strict=True)]
         ends = [self.refs[ValueId(end)].node for end in _ends(self.recording)]
@@ -252,7 +252,7 @@ class _Freezer:
             has_result=guard.has_result,
             kind=guard.kind,
             position=min(guard.position, len(self.names)),
-            scope=self.scope(guard.scope),
+            scope=self.scopes[guard.scope],
             source=line_of(guard.site),
             taken=_branch_taken(guard),
         )
@@ -268,7 +268,7 @@ class _Freezer:
         for asked in recording.asked:
             handle = asked.handle if asked.handle is not None else by_id.get(id(asked.tensor))
             if handle is not None and (ref := self.refs.get(ValueId(handle))) is not None:
-                scope, source = self.scope(asked.scope), line_of(asked.site)
+                scope, source = self.scopes[asked.scope], line_of(asked.site)
                 found.append(guard_of_query(asked, ref, self.to_ref, scope, source, len(recording.records)))
         return tuple(found)
 
@@ -304,6 +304,17 @@ class _Freezer:
                 yield f"its forward left several tensors at {places}, which held one when it began"
 
 
+def _reader(refs: dict[ValueId, Ref]) -> Callable[[Any], Any]:
+    """What a leaf of the recording is in the graph."""
+
+    def to_ref(leaf: Any) -> Any:
+        if type(leaf) is ValueId:
+            return refs[leaf]
+        return Target.of(leaf.function) if type(leaf) is Target else leaf
+
+    return to_ref
+
+
 # -- names and scopes --------------------------------------------------------------------------------------------------
 
 
@@ -324,7 +335,7 @@ def _names(recording: Recording, summaries: list[NodeSummary]) -> tuple[list[str
         for new, old in zip(summaries[number].gives, summaries[number].reads, strict=True)
     }
     own = [number for number in range(len(summaries)) if number not in patched]
-    plain = [evolve(summaries[n], reads=tuple([before.get(h, h) for h in summaries[n].reads])) for n in own]
+    plain = [summaries[n]._replace(reads=tuple([before.get(h, h) for h in summaries[n].reads])) for n in own]
     found, lost = recording.naming(plain, {before.get(h, h) for h in _ends(recording)})
     names, orphans = dict(zip(own, found, strict=True)), dict(zip(own, lost, strict=True))
     for number, of in patched.items():
@@ -333,20 +344,26 @@ def _names(recording: Recording, summaries: list[NodeSummary]) -> tuple[list[str
     return [names[n] for n in range(len(summaries))], [orphans[n] for n in range(len(summaries))]
 
 
-def _summaries(recording: Recording, addresses: Addresses, scopes: list[Scope | None]) -> list[NodeSummary]:
+def _summaries(
+    recording: Recording, reads: list[list[ValueId]], addresses: Addresses, scopes: list[Scope | None]
+) -> list[NodeSummary]:
     """What the naming of layers needs to know of each record."""
-    modules = [tuple([inside.address for inside in scope.stack]) if scope else () for scope in scopes]
-
-    def summary(record: CallRecord | SourceRecord) -> NodeSummary:
+    inside: dict[int, tuple[str, ...]] = {id(None): ()}  # by the id of a scope: the addresses around it, and its own
+    for scope in scopes:
+        if scope is not None:
+            inside[id(scope)] = (*inside[id(scope.parent)], scope.address)
+    modules = [inside[id(scope)] for scope in scopes]
+    found: list[NodeSummary] = []
+    for record, read in zip(recording.records, reads, strict=True):
         if isinstance(record, SourceRecord):
             address = address_of(addresses, record.where) if record.kind == "parameter" else None
-            return NodeSummary(record.kind, (), (record.returns,), address=address)
-        gives = tuple([handle for _, handle in value_ids_with_paths(record.returns)])
-        site = record.site and (id(record.site[0]), record.site[1])
-        inside, literals = modules[record.scope] if record.scope >= 0 else (), partial(_literals, record)
-        return NodeSummary(record.kind, tuple(reads_of(record)), gives, record.function, None, inside, site, literals)
-
-    return list(map(summary, recording.records))
+            found.append(NodeSummary(record.kind, (), (record.returns,), None, address))
+            continue
+        site = record.site
+        place = site and (id(site[0]), site[1])
+        more = record.function, None, modules[record.scope], place, partial(_literals, record)
+        found.append(NodeSummary(record.kind, tuple(read), gives_of(record), *more))
+    return found
 
 
 def _literals(record: CallRecord) -> Any:
@@ -366,7 +383,9 @@ def _ends(recording: Recording) -> set[int]:
 
 
 def _scopes(recording: Recording, addresses: Addresses) -> tuple[list[Scope | None], list[Source | None]]:
-    """A frozen Scope for each module call, None for the call of the model itself; and the user's line that made it."""
+    """A frozen Scope for each module call, None for the call of the model itself; and the user's line that made it. At
+    the end, which is -1, a None for what ran in no module call.
+    """
     found: list[Scope | None] = []
     lines: list[Source | None] = []
     calls: dict[int, int] = {}
@@ -380,7 +399,7 @@ def _scopes(recording: Recording, addresses: Addresses) -> tuple[list[Scope | No
         kind = type(record.module).__name__
         parent = found[record.parent] if record.parent >= 0 else None
         found.append(Scope(address or f"<{kind}>", call, kind, parent, lines[-1] or line_of(record.site)))
-    return found, lines
+    return [*found, None], [*lines, None]
 
 
 def _codes(recording: Recording) -> tuple[CodeType, ...]:
@@ -403,20 +422,37 @@ def _codes(recording: Recording) -> tuple[CodeType, ...]:
 # -- parts of a node ---------------------------------------------------------------------------------------------------
 
 
-def call_of(recording: Recording, record: CallRecord, name: str, to_ref: Callable[[Any], Any], **more: Any) -> Call:
-    """The node that a record becomes. `more`: the fields that the record alone does not decide."""
-    kind = Write if record.function is mutate else InnerGradient if record.function is differentiate else Call
+def call_of(
+    recording: Recording,
+    record: CallRecord,
+    name: str,
+    to_ref: Callable[[Any], Any],
+    result: Any = None,
+    follows: str | None = None,
+    is_seeded: bool = False,
+    is_dynamic: bool = False,
+    *more: Any,
+) -> Call:
+    """The node that a record becomes. `more`: the fields from `through` on, which the record alone does not decide.
+    All go by their places, as names would take half the time of the whole.
+    """
+    function, word, args, kwargs, returns, context, *_ = record
+    kind = Write if function is mutate else InnerGradient if function is differentiate else Call
     return kind(
-        name=name,
-        kind=record.kind,
-        target=Target.of(record.function),
-        args=tuple([map_leaves(arg, to_ref) for arg in record.args]),
-        kwargs=tuple([(key, map_leaves(value, to_ref)) for key, value in (record.kwargs or {}).items()]),
-        returns=map_leaves(record.returns, to_ref),
-        spec=_shared(tuple([recording.spec(handle) for _, handle in value_ids_with_paths(record.returns)])),
-        draws=record.draws,
-        context=frozen_context(record.context),
-        **more,
+        name,
+        word,
+        Target.of(function),
+        tuple([to_ref(arg) if type(arg) is ValueId else map_leaves(arg, to_ref) for arg in args]),
+        tuple([(key, map_leaves(value, to_ref)) for key, value in kwargs.items()]) if kwargs else (),
+        map_leaves(returns, to_ref),
+        result,
+        (recording.spec(returns),) if type(returns) is ValueId else tuple(map(recording.spec, gives_of(record))),
+        record.draws,
+        follows,
+        is_seeded,
+        frozen_context(context),
+        is_dynamic,
+        *more,
     )
 
 
@@ -436,23 +472,14 @@ def _differentiated_twice(recording: Recording) -> set[int]:
     """By id, the records of calls that a gradient runs again which is itself run again to be differentiated: a patch at
     one of them would be in the first derivative, and not in the second.
     """
-    again = {n: record.through for n, record in enumerate(recording.records) if isinstance(record, CallRecord)}
+    again = {n: r.through for n, r in enumerate(recording.records) if type(r) is CallRecord and r.through}
     inner = {number for through in again.values() for n in through for number in again.get(n, ())}
     return {id(recording.records[number]) for number in inner}
 
 
-def _shared(found: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """One object for equal ones: a model has few shapes and many nodes."""
-    if len(_specs) > 65536:
-        _specs.clear()
-    return _specs.setdefault(found, found)
-
-
-_specs: dict[tuple[TensorSpec, ...], tuple[TensorSpec, ...]] = {}
-
-
 def frozen_context(context: tuple[Any, ...]) -> Context:
-    return _contexts.setdefault(context, Context(*context))
+    known = _contexts.get(context)
+    return _contexts.setdefault(context, Context(*context)) if known is None else known
 
 
 _contexts: dict[tuple[Any, ...], Context] = {}
@@ -495,17 +522,17 @@ def _branch_taken(guard: GuardRecord) -> Source | None:
 def metadata_of(recording: Recording, made: FrozenRecording) -> CaptureMetadata:
     """What a recording says of its run, by the names of its nodes."""
     modules = _modules(made.addresses)
-    pairs = list(zip(made.graph.nodes, recording.records, strict=True))
-    calls = [(node.name, record) for node, record in pairs if isinstance(record, CallRecord)]
-    held = [(node.name, record.tensor) for node, record in pairs if isinstance(record, SourceRecord)]
+    named = [(node.name, record) for node, record in zip(made.graph.nodes, recording.records, strict=True)]
+    written = [(name, r.original) for name, r in named if type(r) is CallRecord and r.original is not None]
+    held = [(name, record.tensor) for name, record in named if type(record) is SourceRecord]
     lost = recording.autograd.histories
     return CaptureMetadata(
         seed=recording.run.seed,
         began=recording.run.began,
         seconds=recording.run.seconds,
         nanoseconds=array("q", [getattr(record, "took", 0) for record in recording.records]),
-        originals=MappingProxyType({name: Target.of(r.original) for name, r in calls if r.original is not None}),
-        gradients=MappingProxyType({ref: lost[h] for ref, h in made.handles.items() if h in lost} if lost else {}),
+        originals=MappingProxyType({name: Target.of(original) for name, original in written}),
+        gradients=MappingProxyType({ref: lost[h] for h, ref in made.refs.items() if h in lost} if lost else {}),
         modules=tuple(modules),
         classes=tuple(modules.values()),
         unread=(unread := _unread_parameters(recording, made.addresses)),
@@ -517,25 +544,25 @@ def metadata_of(recording: Recording, made: FrozenRecording) -> CaptureMetadata:
 
 def _modules(addresses: Addresses) -> dict[str, str]:
     """The class of each module by its address, except the model's own."""
-    found = {addresses.modules[id(module)]: type(module).__name__ for module in reversed(addresses.listed)}
+    found = {addresses.modules[id(module)]: type(module).__name__ for module in reversed(addresses.listed())}
     return {address: kind for address, kind in reversed(found.items()) if address}
 
 
-def _tensors(addresses: Addresses, table: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The `_parameters` or `_buffers` of all modules, with their addresses."""
-    for module in addresses.listed:
+def _tensors(addresses: Addresses, table: str) -> Iterator[tuple[StateKey, torch.Tensor]]:
+    """The `_parameters` or `_buffers` of all modules, with their places."""
+    for module in addresses.listed():
         for key, value in getattr(module, table).items():
             if value is not None:
-                yield address_of(addresses, (module, key)), value
+                yield (module, key), value
 
 
 def _unread_parameters(recording: Recording, addresses: Addresses) -> tuple[ParameterInfo, ...]:
     """The parameters that the forward did not read, each once, by its first address."""
-    read = {id(record.tensor) for record in recording.records if isinstance(record, SourceRecord)}
+    read = {id(record.tensor) for record in recording.records if type(record) is SourceRecord}
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for address, value in _tensors(addresses, "_parameters"):
+    for where, value in _tensors(addresses, "_parameters"):
         if id(value) not in read:
-            found.setdefault(id(value), (value, []))[1].append(address)
+            found.setdefault(id(value), (value, []))[1].append(address_of(addresses, where))
     return tuple(
         [
             ParameterInfo(names[0], tuple(value.shape), value.dtype, value.requires_grad, tuple(names[1:]))
@@ -547,5 +574,6 @@ def _unread_parameters(recording: Recording, addresses: Addresses) -> tuple[Para
 def _unread_buffers(made: FrozenRecording, parameters: tuple[ParameterInfo, ...]) -> tuple[ParameterInfo, ...]:
     """The buffers that the forward did not read."""
     unread = made.graph.unread.difference([name for one in parameters for name in (one.address, *one.aliases)])
-    held = _tensors(made.addresses, "_buffers") if unread else ()
+    found = _tensors(made.addresses, "_buffers") if unread else ()
+    held = [(address_of(made.addresses, where), value) for where, value in found]
     return tuple([ParameterInfo(a, tuple(value.shape), value.dtype, False) for a, value in held if a in unread])

@@ -294,7 +294,7 @@ def _graph_of(
 
     for name, record in calls:
         follows = recording.rng.follows.get(record.draws or "", (None, False))[0]
-        nodes.append(call_of(recording, record, name, to_ref, follows=follows, is_seeded=True))
+        nodes.append(call_of(recording, record, name, to_ref, None, follows, True))
     output = (tuple([refs[end] for end in ends]), tuple([refs[start] for start in starts]))
     ambient = frozen_context(recording.outer_modes)
     return Graph(

@@ -215,10 +215,12 @@ def is_output_alias(record: Any) -> TypeGuard[CallRecord]:
     return isinstance(record, CallRecord) and record.function is alias and len(record.args) == 2
 
 
-def add_output_aliases(recording: Recording) -> None:
-    """Gives module outputs aliases where they need them, and nowhere else; does so once."""
+def add_output_aliases(recording: Recording) -> list[list[ValueId]]:
+    """Gives module outputs aliases where they need them, and nowhere else; does so once. Returns what each record then
+    reads.
+    """
     if recording.hand_offs.is_settled:
-        return
+        return recording.reads()
     recording.hand_offs.is_settled = True
     known = recording.addresses() if recording.addresses else Addresses({})
     recording.addresses = lambda: known
@@ -229,9 +231,10 @@ def add_output_aliases(recording: Recording) -> None:
         return {handle for handle, (first, count) in held.items() if last_writes.get(first, -1) >= count}
 
     returned_twice = written_later(recording.hand_offs.twice)
-    recording.hand_offs.written_twice |= {
-        r.returns for r in recording.records if is_output_alias(r) and r.returns in returned_twice
-    }
+    if returned_twice:
+        recording.hand_offs.written_twice |= {
+            r.returns for r in recording.records if is_output_alias(r) and r.returns in returned_twice
+        }
     found = _Reads(recording)
     if redundant := found.redundant(written_later(recording.hand_offs.views)):
         _remove(recording, redundant)
@@ -240,6 +243,7 @@ def add_output_aliases(recording: Recording) -> None:
     inner = [(turn, *one) for turn, one in outputs if id(recording.scopes[one[0]].module) not in roots]
     if new := _missing_aliases(recording, found, inner, returned_twice):
         _insert(recording, new)
+    return recording.reads() if new else found.read
 
 
 @define(eq=False)
@@ -260,11 +264,12 @@ class _Reads:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
+        self.read = recording.reads()
         self.end = len(recording.records)
         self.aliases = [
             (position, record) for position, record in enumerate(recording.records) if is_output_alias(record)
         ]
-        returned = {leaf for _, tree, *_ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is ValueId}
+        returned = {leaf for _, tree, *_ in recording.scope_outputs for leaf in value_ids_in(tree)}
         self.of: dict[ValueId, list[int]] = {handle: [] for handle in returned}
         for _, record in self.aliases:
             self.of.setdefault(record.args[0], [])
@@ -279,24 +284,21 @@ class _Reads:
             elif returns in of:
                 self.made[returns] = position
             if isinstance(item, CallRecord):
-                self._note(position, item.args)
-                if item.kwargs:
-                    self._note(position, item.kwargs.values())
+                self._note(position, self.read[position])
                 if item.function is mutate and item.result is not None:
                     self.written_memory.update(
                         {h for _, h in value_ids_with_paths(item.returns)}.difference(leaves(item.result))
                     )
         for guard in recording.guards:
-            self._note(guard.position, (*guard.args, *(guard.kwargs or {}).values()))
-        self._note(self.end, (recording.output, tuple([last for _, last in recording.state.changes])))
-        for positions in self.of.values():
+            self._note(guard.position, value_ids_in((*guard.args, *(guard.kwargs or {}).values())))
+        self._note(self.end, value_ids_in((recording.output, tuple([last for _, last in recording.state.changes]))))
+        for positions in self.of.values() if recording.guards else ():
             positions.sort()
 
-    def _note(self, position: int, trees: Iterable[Any]) -> None:
-        for tree in trees:
-            for leaf in (tree,) if type(tree) is ValueId or type(tree) in ATOMS else leaves(tree):
-                if type(leaf) is ValueId and leaf in self.of:
-                    self.of[leaf].append(position)
+    def _note(self, position: int, read: Iterable[ValueId]) -> None:
+        for handle in read:
+            if handle in self.of:
+                self.of[handle].append(position)
 
     def is_differentiated(self, handle: ValueId) -> bool:
         """True if a call inside torch.func.grad or a similar transform computed it."""
@@ -360,8 +362,10 @@ def _missing_aliases(
             numbers.setdefault(leaf, number)
         for leaf, number in numbers.items():
             positions = found.of[leaf]
-            source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
-            is_read = positions and positions[-1] >= end and any(since <= position < end for position in positions)
+            source, since = now.get(leaf) or (leaf, found.made.get(leaf, 0))
+            is_read = (
+                len(positions) > 1 and positions[-1] >= end and any(since <= position < end for position in positions)
+            )
             is_memory = leaf in found.written_memory and leaf not in now
             module = id(recording.scopes[scope].module)
             is_again = (module, leaf) in before

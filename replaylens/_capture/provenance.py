@@ -434,7 +434,7 @@ class Provenance:
         every = frozenset([address for _, found in holders for address in found])
         every -= {f"{modules[id(module)]}.{key}".lstrip(".") for module, key in self.born()}
         twice = tuple([(other, modules[number]) for number, found in others.items() for other in found])
-        return Addresses(modules, self._in_order(), self._aliases(holders), twice, every)
+        return Addresses(modules, cache(self._in_order), self._aliases(holders), twice, every)
 
     def _in_order(self) -> tuple[nn.Module, ...]:
         """Every module of the model, each followed by its submodules."""
@@ -465,8 +465,9 @@ class Provenance:
             for tensors in (parameters, self.begun_by_module.get(id(module), module._buffers)):
                 for key, value in tensors.items():
                     if value is not None:
-                        names = [f"{prefix}.{key}" if prefix else key for prefix in prefixes]
-                        found.setdefault(id(value), (value, []))[1].extend(names)
+                        _, names = found.get(id(value)) or found.setdefault(id(value), (value, []))
+                        for prefix in prefixes:
+                            names.append(f"{prefix}.{key}" if prefix else key)
         return list(found.values())
 
     def _aliases(self, found: list[tuple[Any, list[str]]]) -> Any:
@@ -475,11 +476,11 @@ class Provenance:
         def aliases(module: Any, key: str, tensor: torch.Tensor | None) -> tuple[str, ...]:
             if tensor is not None:
                 return tuple(holders.get(id(tensor), ()))
+            if (first := self.parameters_begun.get(id(module), {}).get(key)) is not None:
+                return tuple(holders.get(id(first), ()))
             value = getattr(module, key, None) if isinstance(module, nn.Module) and "." not in key else None
             if isinstance(module, nn.Module) and (key in module._buffers or id(module) in self.begun_by_module):
                 value = self.at_start(module, key) if self.at_start(module, key) is not None else value
-            if (first := self.parameters_begun.get(id(module), {}).get(key)) is not None:
-                value = first
             return tuple(holders.get(id(value), ())) if value is not None else ()
 
         return aliases

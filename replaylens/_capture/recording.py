@@ -100,7 +100,15 @@ class SourceRecord(NamedTuple):
 
 def reads_of(record: CallRecord | SourceRecord) -> list[ValueId]:
     """The values that a record reads."""
-    return [] if isinstance(record, SourceRecord) else value_ids_in((*record.args, *(record.kwargs or {}).values()))
+    if isinstance(record, SourceRecord):
+        return []
+    return value_ids_in((*record.args, *record.kwargs.values()) if record.kwargs else tuple(record.args))
+
+
+def gives_of(record: CallRecord | SourceRecord) -> tuple[ValueId, ...]:
+    """The values that a record gives."""
+    returns = record.returns
+    return (returns,) if type(returns) is ValueId else tuple([h for _, h in value_ids_with_paths(returns)])
 
 
 class GuardRecord(NamedTuple):
@@ -296,7 +304,11 @@ class Recording:
 
     def spec(self, handle: ValueId) -> TensorSpec:
         """What is known of a value without its content."""
-        return self.freed.get(handle) or TensorSpec.of(self.values[handle])
+        return self.freed[handle] if handle in self.freed else TensorSpec.of(self.values[handle])
+
+    def reads(self) -> list[list[ValueId]]:
+        """The values that each record reads."""
+        return list(map(reads_of, self.records))
 
     def producers(self) -> dict[ValueId, int]:
         """The position of the record that gives each value."""
@@ -310,7 +322,7 @@ class Addresses:
     """The addresses of the model's modules and tensors: found once, when the program is frozen."""
 
     modules: dict[int, str]  # id of a module -> dotted address
-    listed: tuple[torch.nn.Module, ...] = ()  # the model's modules, each below the one that has it
+    listed: Callable[[], tuple[torch.nn.Module, ...]] = tuple  # the model's modules, each below the one that has it
     # all addresses of a tensor; without one, those of the tensor that the key had when the capture began
     aliases: Callable[[Any, str, torch.Tensor | None], tuple[str, ...]] = lambda module, key, tensor: ()
     twice: tuple[tuple[str, str], ...] = ()  # further addresses of modules, each with the first

@@ -373,7 +373,10 @@ def _nearest(site: CodePosition | None) -> CodePosition | None:
 
 def with_callers(site: CodePosition | None, outer: Source | None) -> Source | None:
     """The user's line at a site, whose callers lead on to `outer`; `outer` itself where the site is torch's own."""
-    sites, at = [], site
+    if site is None or len(site) == 2:
+        return outer if site is None or is_torch_code(site[0]) else line_of(site, outer)
+    sites: list[CodePosition] = []
+    at: CodePosition | None = site
     while at is not None:
         if not is_torch_code(at[0]):
             sites.append(at)

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from attrs import field, frozen
-
 
 class Label(NamedTuple):
     """The name of a node, or of a call of a module: the layer's, and which pass where it has several."""
@@ -71,8 +69,7 @@ def primed_name(name: str, taken: Collection[str]) -> str:
     return name
 
 
-@frozen
-class NodeSummary:
+class NodeSummary(NamedTuple):
     """What naming needs to know of a node: its type, and the numbers of the values that it reads and gives."""
 
     kind: str
@@ -82,7 +79,7 @@ class NodeSummary:
     address: str | None = None  # of a parameter, which is named by it and counts as no layer
     modules: tuple[str, ...] = ()  # the addresses of the modules that it ran in, outermost first
     site: Hashable = None  # the place in the code that ran it
-    literals: Callable[[], Any] = field(default=tuple, eq=False, repr=False)  # its arguments without the tensors
+    literals: Callable[[], Any] = tuple  # its arguments without the tensors
 
 
 # From the nodes in execution order, and the numbers of the values that the model returned or wrote: a name for each

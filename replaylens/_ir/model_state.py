@@ -284,8 +284,8 @@ class StatePlace:
     kind: str  # "parameter" | "buffer" | "attribute"; "input" for one that no module holds
     tensor: torch.Tensor | None
     held: tuple[dict[str, Any], ...]  # the module's parameters and buffers; or its attributes
-    sight: TensorState = UNKNOWN_STATE
-    dtype: torch.dtype | None = None  # its dtype then
+    look: RawState = NO_RAW_STATE  # the state of the tensor
+    steps: int = 0  # of fused optimizers until then
 
     @classmethod
     def noted(cls, note: PlaceNote, homes: dict[int, Any], steps: int) -> StatePlace:
@@ -294,7 +294,18 @@ class StatePlace:
         held: Any = (vars(module),) if kind == "attribute" else homes.get(id(module))
         if held is None:
             held = homes[id(module)] = (module._parameters, module._buffers)
-        return cls(key, kind, tensor, held, as_tensor_state(look, steps), look[1][2] if look[1] is not None else None)
+        return cls(key, kind, tensor, held, look, steps)
+
+    @property
+    def sight(self) -> TensorState:
+        """The state of the tensor then."""
+        return as_tensor_state(self.look, self.steps)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the tensor then."""
+        layout = self.look[1]
+        return layout[2] if layout is not None else None
 
     def now(self) -> torch.Tensor | None:
         """The tensor that is there now."""

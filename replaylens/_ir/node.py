@@ -7,7 +7,7 @@ their arguments: `Write` (write.py) and `InnerGradient` (graph.py).
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import prod
 from typing import Any, ClassVar, TypeVar
 
@@ -16,7 +16,7 @@ from attrs import evolve, field, frozen
 
 from .settings import Settings
 from .target import Target
-from .trees import ATOMS, leaves_of, map_leaves, thaw
+from .trees import leaves_of, map_leaves, thaw
 
 Arg = Any  # a tree (see trees.py) whose leaves are Refs and literals
 
@@ -92,14 +92,27 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        strided = tensor.layout is torch.strided and not tensor.is_nested
-        shape = tuple(tensor.shape) if not tensor.is_nested else ()
-        if strided:
-            return TensorSpec(shape, tensor.dtype, str(tensor.device), tensor.stride())
-        return TensorSpec(shape, tensor.dtype, str(tensor.device), None, stored_by(tensor), tensor.layout)
+        """The spec of a tensor; one object for those of many tensors: a model has few shapes."""
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            shape = tuple(tensor.shape) if not tensor.is_nested else ()
+            return TensorSpec(shape, tensor.dtype, str(tensor.device), None, stored_by(tensor), tensor.layout)
+        seen = tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+        return _specs.get(seen) or _noted(seen)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+def _noted(seen: tuple[Any, ...]) -> TensorSpec:
+    if len(_specs) >= _MOST_SPECS:
+        _specs.clear()
+    shape, dtype, device, strides = seen
+    found = _specs[seen] = TensorSpec(tuple(shape), dtype, str(device), strides)
+    return found
+
+
+_specs: dict[tuple[Any, ...], TensorSpec] = {}
+_MOST_SPECS = 65536
 
 
 def stored_by(tensor: torch.Tensor) -> int | None:
@@ -202,6 +215,17 @@ class Scope:
         return f"{self.address}:{self.call}"
 
 
+def scopes_beyond(known: Collection[int], scope: Scope | None) -> tuple[Scope | None, list[Scope]]:
+    """The module calls around a scope, and itself, that are not among those known by their ids, outermost first; and
+    the known one around them. So all of a program's are visited once, however deep they are nested.
+    """
+    found: list[Scope] = []
+    while scope is not None and id(scope) not in known:
+        found.append(scope)
+        scope = scope.parent
+    return scope, found[::-1]
+
+
 @frozen
 class Context:
     """The modes under which a call ran and has to run again."""
@@ -283,9 +307,7 @@ class Call:
     @property
     def refs(self) -> tuple[Ref, ...]:
         """The values it reads, in the order of its arguments."""
-        if not self.kwargs and all(type(arg) is Ref or type(arg) in ATOMS for arg in self.args):
-            return tuple([arg for arg in self.args if type(arg) is Ref])
-        return tuple(refs_in(self.trees))
+        return tuple(refs_in(self.trees if self.kwargs else self.args))
 
     @property
     def trees(self) -> tuple[tuple[Arg, ...], tuple[Arg, ...]]:

@@ -429,9 +429,16 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 def leaves_of(kind: type[T], tree: Any) -> list[T]:
     """The leaves of a frozen tree whose type is exactly this class, from left to right."""
+    if type(tree) is kind:
+        return [tree]
+    if type(tree) is tuple and _INNER.isdisjoint(map(type, tree)):
+        return [leaf for leaf in tree if type(leaf) is kind]
     found: list[Any] = []
     _gather((tree,), found)
     return [leaf for leaf in found if type(leaf) is kind]
+
+
+_INNER = frozenset((tuple, Branch))
 
 
 def _gather(items: Iterable[Any], found: list[Any]) -> None:

@@ -24,7 +24,7 @@ from ..errors import UnlawfulGraph
 from .graph import GradientArguments, Graph, InnerGradient
 from .node import Call, Generator, Ref, refs_in, specs_of
 from .target import Target
-from .trees import Branch, leaves, leaves_of
+from .trees import ATOMS, Branch, leaves, leaves_of
 from .write import (
     DerivedView,
     Hole,
@@ -76,7 +76,7 @@ def require_lawful(graph: Graph) -> Graph:
 
 def _single_assignment(graph: Graph) -> Iterator[Problem]:
     seen: set[str] = set()
-    for node in graph.nodes:
+    for node in graph.nodes if len(graph.positions) < len(graph) else ():
         if node.name in seen:
             yield Problem(node.name, "single assignment", "the name is given twice")
         seen.add(node.name)
@@ -91,11 +91,9 @@ def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
 
     for node, refs in zip(graph.nodes, graph.refs, strict=True):
         if isinstance(node, Call):
-            yield from (
-                Problem(node.name, "order", f"reads {ref}, which no earlier node gives")
-                for ref in refs
-                if not is_given(ref)
-            )
+            for ref in refs:
+                if not (ref in parts if ref.path else ref.node in names):
+                    yield Problem(node.name, "order", f"reads {ref}, which no earlier node gives")
             if type(node.returns) is not Ref:
                 parts.update(refs_in(node.returns))
         names.add(node.name)
@@ -105,8 +103,11 @@ def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
 
 def _draws_are_named(graph: Graph) -> Iterator[Problem]:
     for call in graph.calls:
-        if call.draws is None and leaves_of(Generator, call.args):
+        if call.draws is None and not _PLAIN.issuperset(map(type, call.args)) and leaves_of(Generator, call.args):
             yield Problem(call.name, "draws", "has a generator but no recorded state")
+
+
+_PLAIN = ATOMS | {Ref}
 
 
 def _guards_are_in_place(graph: Graph) -> Iterator[Problem]:
@@ -140,7 +141,7 @@ def unguarded_shapes(graph: Graph) -> Iterator[Problem]:
 
 
 def _runs_again_what_was_before(graph: Graph) -> Iterator[Problem]:
-    for position, node in enumerate(graph.nodes):
+    for position, node in enumerate(graph.nodes) if any(call.through for call in graph.calls) else ():
         for name in node.through if isinstance(node, Call) else ():
             if graph.positions.get(name, position) >= position:
                 yield Problem(node.name, "order", f"runs {name} again, which does not run before it")

@@ -296,13 +296,26 @@ class Original(NamedTuple):
 _WRAPPERS = {in_old_layout: 1, blank: 1, blank_filled: 1, fill_new: 2}
 
 
+def is_wrapper(function: Any) -> bool:
+    """True for a function of replaylens that runs the model's own."""
+    return function in _WRAPPERS
+
+
+def original_target(call: Call) -> Target:
+    """The function that the model called."""
+    if isinstance(call, Write):
+        return call.arguments.function
+    found: Target = call.args[0] if is_wrapper(call.target.function) else call.target
+    return found
+
+
 def original_call(call: Call) -> Original:
     """The model's call, without the wrapper that made it pure."""
     if isinstance(call, Write):
         given = call.arguments
         return Original(given.function, given.args, dict(zip(given.kwargs.keys or (), given.kwargs.items, strict=True)))
     own = _WRAPPERS.get(call.target.function, 0)
-    return Original(call.args[0] if own else call.target, call.args[own:], dict(call.kwargs))
+    return Original(original_target(call), call.args[own:], dict(call.kwargs))
 
 
 def places_in(tree: Any) -> list[TargetIndex | DerivedView]:

@@ -227,7 +227,7 @@ FIELDS: tuple[Field, ...] = (
     Field("starts_condition"),
     Field("is_in_condition", ("in_cond_branch",)),
     Field("module", ("containing_module_origin",), ("Computed inside module", _plain("module"))),
-    Field("modules", page=("modules", _plain("modules"))),
+    Field("modules"),  # a card on a page has a number in the page's table of module calls instead
     Field("input_of"),
     Field(
         "output_of",

@@ -234,12 +234,12 @@ class LayerIndex:
         return found
 
     @cached_property
-    def passes(self) -> dict[str, list[str]]:
+    def passes(self) -> dict[str, tuple[str, ...]]:
         """The labels of the passes of each layer, by its label without the pass."""
         found: dict[str, list[str]] = {}
         for label in self.order:
             found.setdefault(Label.of(label).layer, []).append(label)
-        return found
+        return {layer: tuple(labels) for layer, labels in found.items()}  # which all passes of the layer share
 
     def keys_of(self, place: Location) -> tuple[Any, ...]:
         """Every name of a layer: its ordinals from the end and from the start, its label, all others."""

@@ -102,7 +102,7 @@ class LayerFacts(TorchLensNames):
     @property
     def passes(self) -> tuple[str, ...]:
         """The labels of all passes of its layer, its own among them."""
-        return tuple(self._facts.index.passes.get(Label.of(self.label).layer, (self.label,)))
+        return self._facts.index.passes.get(Label.of(self.label).layer, (self.label,))
 
     @property
     def lookup_keys(self) -> tuple[Any, ...]:

@@ -41,10 +41,12 @@ class Dataflow:
             for part, value in enumerate(node.gives):
                 makers.setdefault(value, (position, part))
         self.is_call = [d.function is not None and not lost for d, lost in zip(nodes, orphans, strict=True)]
-        self.parents: list[tuple[ValueOf, ...]] = [tuple([makers[v] for v in d.reads if v in makers]) for d in nodes]
-        self.parameters = [
-            tuple(sorted({p for p, _ in parents if nodes[p].address is not None})) for parents in self.parents
+        self.parents: list[tuple[ValueOf, ...]] = [
+            tuple([makers[v] for v in d.reads if v in makers]) if d.reads else () for d in nodes
         ]
+        named = {position for position, node in enumerate(nodes) if node.address is not None}
+        read = [[p for p, _ in parents if p in named] if parents else () for parents in self.parents]
+        self.parameters = [tuple(sorted({*own})) if own else () for own in read]
         self._keys: list[int | None] = [None] * len(nodes)
         self._known: dict[Any, int] = {}
 
@@ -117,24 +119,27 @@ def _chains(dataflow: Dataflow) -> list[list[int]]:
     """The calls in chains: each behind the deepest call that it reads, unless a longer chain continues that one."""
     count = len(dataflow.nodes)
     depth, height, before = [0] * count, [0] * count, [-1] * count
-    for position in range(count):
-        if dataflow.is_call[position]:
-            deepest = max([depth[p] for p, _ in dataflow.parents[position]], default=0)
-            depth[position] = deepest + 1
-            before[position] = next((p for p, _ in dataflow.parents[position] if depth[p] == deepest > 0), -1)
+    calls = [position for position, is_call in enumerate(dataflow.is_call) if is_call]
+    for position in calls:
+        deepest, parent = 0, -1
+        for other, _ in dataflow.parents[position]:
+            if depth[other] > deepest:
+                deepest, parent = depth[other], other
+        depth[position], before[position] = deepest + 1, parent
     behind = [-1] * count
-    for position in reversed(range(count)):
+    for position in reversed(calls):
         parent = before[position]
         if parent >= 0 and height[position] >= height[parent]:
             behind[parent], height[parent] = position, height[position] + 1
-    starts = [p for p in range(count) if dataflow.is_call[p] and (before[p] < 0 or behind[before[p]] != p)]
-    return [list(_along(behind, start)) for start in starts]
+    return [_along(behind, p) for p in calls if before[p] < 0 or behind[before[p]] != p]
 
 
-def _along(behind: list[int], position: int) -> Iterator[int]:
+def _along(behind: list[int], position: int) -> list[int]:
+    found = []
     while position >= 0:
-        yield position
+        found.append(position)
         position = behind[position]
+    return found
 
 
 def _runs(dataflow: Dataflow, chain: list[int]) -> Iterator[list[int]]:
@@ -334,7 +339,7 @@ def label_nodes(nodes: Sequence[NodeSummary], ends: set[int]) -> tuple[list[str]
     """The label of each node, and which nodes are orphans. `ends` are the values of the outputs."""
     orphans = _orphans(nodes, ends)
     layers = same_layers(Dataflow(nodes, orphans))
-    passes = Counter(layer for layer, node, orphan in zip(layers, nodes, orphans, strict=True) if not orphan)
+    passes = Counter([layer for layer, orphan in zip(layers, orphans, strict=True) if not orphan])
     names: list[str] = []
     names_taken: set[str] = set()
     base: dict[int, str] = {}
@@ -354,7 +359,9 @@ def label_nodes(nodes: Sequence[NodeSummary], ends: set[int]) -> tuple[list[str]
                 base[layer] = f"{node.kind}_{of_kind[node.kind]}_{total}"
             seen[layer] += 1
             name = base[layer] if passes[layer] == 1 else f"{base[layer]}:{seen[layer]}"
-        names_taken.add(name := primed_name(name, names_taken))
+        if name in names_taken:
+            name = primed_name(name, names_taken)
+        names_taken.add(name)
         names.append(name)
     return names, orphans
 
@@ -363,11 +370,11 @@ def _orphans(nodes: Sequence[NodeSummary], ends: set[int]) -> list[bool]:
     """For each node whether it neither derives from an input nor reaches an output."""
     from_input: set[int] = set()
     for node in nodes:
-        if node.kind == "input" or any(value in from_input for value in node.reads):
+        if node.kind == "input" or not from_input.isdisjoint(node.reads):
             from_input.update(node.gives)
     to_output = set(ends)
     for node in reversed(nodes):
-        if any(value in to_output for value in node.gives):
+        if not to_output.isdisjoint(node.gives):
             to_output.update(node.reads)
     known = from_input | to_output
-    return [not any(value in known for value in node.gives) for node in nodes]
+    return [known.isdisjoint(node.gives) for node in nodes]

@@ -215,12 +215,12 @@ class _Compiler:
 
     def _dying(self) -> dict[int, tuple[int, ...]]:
         """What is freed after each step."""
-        dying: dict[int, tuple[int, ...]] = {}
+        dying: dict[int, list[int]] = {}
         kept, freed = self.plan.kept, self.compiled.freed
         for position, last in self.plan.last_use.items():
             if position not in kept:
-                dying[last] = dying.get(last, ()) + freed[position]
-        return dying
+                dying.setdefault(last, []).extend(freed[position])
+        return {last: tuple(slots) for last, slots in dying.items()}
 
     def _made(self) -> Code:
         graph, plan, slots = self.graph, self.plan, self.slots

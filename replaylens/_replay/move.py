@@ -22,7 +22,7 @@ from torch import nn
 from .._ir.autograd import as_leaf, with_history_of
 from .._ir.graph import Graph
 from .._ir.memory import Overlaps, Pair, storage_of, version_of
-from .._ir.model_state import StatePlace, tensor_state
+from .._ir.model_state import StatePlace, fused_steps, raw_state
 from .._ir.node import Call, Node, Ref, State, TensorSpec, filled, refs_in, with_leaves
 from ..errors import DivergedReplay, StaleValue
 from .compile import CompiledGraph
@@ -250,7 +250,7 @@ def _current_places(record: Record, live: Mapping[str, torch.Tensor]) -> dict[st
     for node in record.graph.state_nodes:
         tensor, place = live.get(node.name), record.places.get(node.address)
         if tensor is not None and place is not None:
-            found[node.address] = evolve(place, tensor=tensor, sight=tensor_state(tensor))
+            found[node.address] = evolve(place, tensor=tensor, look=raw_state(tensor), steps=fused_steps())
     return found
 
 

@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import graphviz
 from attrs import frozen
 
 from .._ir.node import TensorSpec
+from .._ir.util import optional
 from .._layers.format import format_bytes
 from ..errors import CannotDraw
 from .scene import Arrow, Frame, Glyph, Scene, bytes_of
 from .theme import THEMES, Theme, attributes, colour, readable_on
+
+if TYPE_CHECKING:
+    import graphviz
 
 Labels = Callable[[Glyph], Any]
 LEFT = '<BR ALIGN="LEFT"/>'
@@ -242,7 +245,7 @@ def draw(scene: Scene, options: DrawOptions) -> graphviz.Source:
     if options.direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, not {options.direction!r}.")
     writer = DotWriter(_theme(options.theme), options.direction, _labels(options.labels), options.style)
-    source = graphviz.Source(writer.dot(scene))
+    source: graphviz.Source = optional("graphviz", "draw").Source(writer.dot(scene))
     if options.path is not None:
         _save(source, Path(options.path), options.format)
     return source
@@ -276,14 +279,15 @@ def _save(source: graphviz.Source, path: Path, format: str | None) -> None:
     if kind in TEXTS:
         path.write_text(source.source, encoding="utf-8")
         return
-    if kind not in graphviz.FORMATS:
+    library = optional("graphviz", "draw")
+    if kind not in library.FORMATS:
         raise CannotDraw(
             f"no picture can be written in the format {kind!r} ({path.name}). Give a name that ends in .svg, .png, "
             '.pdf or .dot, or format="svg".'
         )
     try:
         picture = source.pipe(format=kind)
-    except graphviz.ExecutableNotFound as error:
+    except library.ExecutableNotFound as error:
         raise CannotDraw(
             "drawing needs graphviz's program `dot`, which pip does not bring: install the system package `graphviz` "
             "(apt install graphviz, brew install graphviz). A path that ends in .dot is written without it."

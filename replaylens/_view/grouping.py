@@ -68,7 +68,7 @@ class Grouping:
         limit = None if self.view.depth is None else self.view.depth + (self.view.module is not None)
         for mark in self.drawn.marks:
             frames = self._frames(mark)
-            modules = [n for n, frame in enumerate(frames) if frame.scope is not None]
+            modules = [n for n, frame in enumerate(frames) if frame.scope is not None] if limit is not None else []
             if limit is not None and len(modules) >= limit:
                 end = modules[limit - 1]
                 found[mark.label] = frames[end], frames[:end]
@@ -78,6 +78,8 @@ class Grouping:
 
     def _frames(self, mark: LayerMark) -> tuple[GroupKey, ...]:
         """The frames around a layer: module calls, and repeated blocks that are no modules."""
+        if not self.view.fold and self.view.module is None:
+            return self._around(mark.scopes, self._frames_in if "operation" in mark.roles else {})
         model = self.drawn.by_label[self.repeats.first.get(mark.label, mark.label)]
         scopes = self._framed(mark.scopes)
         models = self._framed(model.scopes)  # those of the first repetition, which is the one that is drawn
@@ -89,6 +91,25 @@ class Grouping:
             found.append(GroupKey(self._frame_key(models[: n + 1]), str(scope), models[n], roles))
             found += [_of_band(band) for band in frames_at_depth(bands, shift + n + 1)]
         return tuple(found)
+
+    def _around(self, scopes: tuple[Scope, ...], known: dict[int, tuple[GroupKey, ...]]) -> tuple[GroupKey, ...]:
+        """The frames of nested module calls. Those known, by the id of the innermost call, are not made again."""
+        at = len(scopes)
+        while at and id(scopes[at - 1]) not in known:
+            at -= 1
+        found = known[id(scopes[at - 1])] if at else ()
+        for scope in scopes[at:]:
+            name = str(scope)
+            if name not in self.drawn.single:
+                key = f"{found[-1].key}>{scope.address}" if self.view.rolled and found else f"@{scope.address}"
+                found = (*found, GroupKey(key if self.view.rolled else f"@{name}", name, scope))
+            known[id(scope)] = found
+        return found
+
+    @cached_property
+    def _frames_in(self) -> dict[int, tuple[GroupKey, ...]]:
+        """The frames of all layers directly in a module call, by the id of the call."""
+        return {}
 
     def _framed(self, scopes: tuple[Scope, ...]) -> list[Scope]:
         """The module calls that get a frame: those of several operations, within the module that is drawn."""
@@ -172,10 +193,14 @@ class _Group:
     marks: list[tuple[str, LayerMark]] = Factory(list)
     scope: Scope | None = field(default=None)
 
-    @property
-    def around(self) -> tuple[str, ...]:
-        """The frames around all of it."""
-        return common_prefix([tuple([level.key for level in frames]) for frames in self.frames])
+    @cached_property
+    def around(self) -> tuple[GroupKey, ...]:
+        """The frames around all of it, as its first layer has them."""
+        first = self.frames[0]
+        if all(frames is first for frames in self.frames):
+            return first
+        keys = common_prefix([tuple([level.key for level in frames]) for frames in self.frames])
+        return first[: len(keys)]
 
     def add(self, level: GroupKey, frames: tuple[GroupKey, ...], mark: LayerMark) -> None:
         self.frames.append(frames)
@@ -236,7 +261,7 @@ class _SceneBuilder:
             name=self.grouping.key(first.label),
             kind=first.kind,
             layers=tuple([mark.layer or mark.label for _, mark in group.marks]),
-            frame=group.around[-1] if group.around else None,
+            frame=group.around[-1].key if group.around else None,
             specs=first.specs,
             parameters=tuple(parameters.values()),
             times=len(group.turns),
@@ -278,12 +303,14 @@ class _SceneBuilder:
 
     def _made_frames(self) -> tuple[Frame, ...]:
         found: dict[str, tuple[GroupKey, str | None, dict[str, None]]] = {}  # what, in which frame, its turns
+        seen: set[int] = set()
         for _, frames in self.grouping.of.values():
-            outer = None
-            for level in frames:
+            for number in _new_levels(frames, seen):
+                level, outer = frames[number], frames[number - 1].key if number else None
                 found.setdefault(level.key, (level, outer, {}))[2][level.turn] = None
-                outer = level.key
-        used = {key for group in self.groups.values() for key in group.around}
+        seen = set()
+        arounds = [group.around for group in self.groups.values()]
+        used = {around[number].key for around in arounds for number in _new_levels(around, seen)}
         return tuple([self._frame(*one) for key, one in found.items() if key in used])
 
     def _frame(self, level: GroupKey, outer: str | None, turns: dict[str, None]) -> Frame:
@@ -350,6 +377,17 @@ class _SceneBuilder:
             parameters=sum(prod(spec.shape) for spec in states),
             parameter_bytes=sum(map(bytes_of, states)),
         )
+
+
+def _new_levels(frames: tuple[GroupKey, ...], seen: set[int]) -> range:
+    """The numbers of the frames that are not among those seen, by id; from then on they are. What is around a frame
+    that was seen was seen as well.
+    """
+    first = len(frames)
+    while first and id(frames[first - 1]) not in seen:
+        first -= 1
+        seen.add(id(frames[first]))
+    return range(first, len(frames))
 
 
 def _group_note(notes: list[str]) -> str:

@@ -13,7 +13,7 @@ from attrs import frozen
 
 from .._ir.graph import Graph
 from .._ir.location import Location
-from .._ir.node import Call, Input, Node, Ref, Scope, State, TensorSpec, refs_in, specs_of, value_of
+from .._ir.node import Call, Input, Node, Ref, Scope, State, TensorSpec, refs_in, scopes_beyond, specs_of, value_of
 from .._ir.ops import Quirk, op_info_of_kind
 from .._ir.trees import Branch
 from .._ir.util import cached_property
@@ -69,9 +69,16 @@ class LayerGraph:
     def single(self) -> frozenset[str]:
         """The module calls of a single operation, which is drawn as a box without a frame."""
         own = [mark for mark in self.marks if "operation" in mark.roles and "patch" not in mark.roles]
-        inside = Counter(str(scope) for mark in own for scope in mark.scopes)
-        inner = [str(mark.scopes[-1]) for mark in own if mark.scopes]
-        return frozenset([name for name in inner if inside[name] == 1])
+        inner = Counter([str(mark.scopes[-1]) for mark in own if mark.scopes])
+        outer: set[str] = set()  # the calls around these
+        seen: set[int] = set()
+        for mark in own:
+            for scope in reversed(mark.scopes[:-1]):
+                if id(scope) in seen:
+                    break
+                seen.add(id(scope))
+                outer.add(str(scope))
+        return frozenset([name for name, count in inner.items() if count == 1 and name not in outer])
 
 
 def layer_graph(graph: Graph, index: LayerIndex, with_buffers: bool = True) -> LayerGraph:
@@ -161,7 +168,7 @@ class _LayerGraphBuilder:
             label=place.label,
             node=place.node,
             kind=node.kind,
-            scopes=node.scope.stack if node.scope else (),
+            scopes=self._stack(node),
             specs=self._given(node),
             parameters=parameters,
             roles=frozenset([role for role, holds in roles.items() if holds]),
@@ -170,6 +177,19 @@ class _LayerGraphBuilder:
             else node.edited or self.conditions.get(node.name, ""),
             source=node.source.inline if node.source is not None else "",
         )
+
+    def _stack(self, node: Call) -> tuple[Scope, ...]:
+        """The module calls around a call, outermost first."""
+        known = self._stacks
+        outer, new = scopes_beyond(known, node.scope)
+        found = () if outer is None else known[id(outer)]
+        for scope in new:
+            found = known[id(scope)] = (*found, scope)
+        return found
+
+    @cached_property
+    def _stacks(self) -> dict[int, tuple[Scope, ...]]:
+        return {}
 
     def _given(self, node: Call) -> tuple[TensorSpec, ...]:
         """The specs of the tensors of a call that the model saw."""
@@ -184,7 +204,7 @@ class _LayerGraphBuilder:
     def _scopes_of_readers(self, node: Node) -> tuple[Scope, ...]:
         """The module calls around all readers of a buffer or constant; of a buffer, only those that own it."""
         users = [self.graph.nodes[p] for p in self.graph.users[self.graph.positions[node.name]]]
-        stacks = [user.scope.stack if user.scope else () for user in users if isinstance(user, Call)]
+        stacks = [self._stack(user) for user in users if isinstance(user, Call)]
         scopes = common_prefix(stacks)
         if isinstance(node, State):
             scopes = tuple([scope for scope in scopes if f"{node.address}.".startswith(f"{scope.address}.")])

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from typing import Any
 
 from attrs import Factory, define, frozen
 
@@ -61,12 +62,11 @@ def _levels(scene: Scene) -> dict[str | None, _Level]:
     """Each arrow, split at the frames that it crosses."""
     levels = {frame: _Level([item.key for item in items]) for frame, items in scene.inside.items()}
     parents = {frame.key: frame.parent for frame in scene.frames} | {glyph.key: glyph.frame for glyph in scene.glyphs}
+    depths: dict[str | None, int] = {None: 0}
     for arrow in scene.arrows:
         if "gradient" in arrow.roles:
             continue
-        tail, head = _stack(arrow.tail, parents), _stack(arrow.head, parents)
-        while tail and head and tail[0] == head[0]:
-            tail, head = tail[1:], head[1:]
+        tail, head = _apart(arrow.tail, arrow.head, parents, depths)
         if tail and head:
             levels[parents[tail[0]]].lines[tail[0], head[0]] = None
             for item in tail[1:]:
@@ -76,13 +76,29 @@ def _levels(scene: Scene) -> dict[str | None, _Level]:
     return levels
 
 
-def _stack(key: str, parents: dict[str, str | None]) -> list[str]:
-    """The frames around an item, outermost first, and the item."""
-    found, frame = [key], parents[key]
-    while frame is not None:
-        found.append(frame)
-        frame = parents[frame]
-    return found[::-1]
+def _apart(
+    tail: str, head: str, parents: dict[str, str | None], depths: dict[str | None, int]
+) -> tuple[list[str], list[str]]:
+    """The frames around each of two items that are not around the other, outermost first, and the item."""
+    found: tuple[list[str], list[str]] = [], []
+    ends: list[Any] = [tail, head]
+    while ends[0] != ends[1]:
+        side = _depth(ends[0], parents, depths) < _depth(ends[1], parents, depths)
+        found[side].append(ends[side])
+        ends[side] = parents[ends[side]]
+    return found[0][::-1], found[1][::-1]
+
+
+def _depth(key: str | None, parents: dict[str, str | None], depths: dict[str | None, int]) -> int:
+    """How deep an item lies in frames. The depths of those around it are kept."""
+    way: list[str] = []
+    at = key
+    while at is not None and at not in depths:
+        way.append(at)
+        at = parents[at]
+    for number, item in enumerate(reversed(way), depths[at] + 1):
+        depths[item] = number
+    return depths[key]
 
 
 def _in_rows(level: _Level) -> Rows:

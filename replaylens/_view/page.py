@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from attrs import evolve, fields, frozen
 
+from .._ir.node import Call, scopes_beyond
 from .._layers.fields import page_card
 from .._layers.index import LayerIndex
 from .._layers.layer import Layer
@@ -33,6 +34,7 @@ from .scene import Arrow, Frame, Glyph, Scene
 from .values import Pictures, Statistics, pictures, statistics, tensors_in
 
 Card = dict[str, Any]
+CallTable = list[tuple[str, int]]  # module calls, each with the number of the one around it, or -1
 THUMBNAIL_SIDES = (32, 24, 16, 12, 8)  # of thumbnails; the largest that fits the budget is taken
 MAX_THUMBNAILS = 8
 
@@ -41,6 +43,23 @@ def layer_cards(layers: Sequence[Layer], picture_bytes: int) -> dict[str, Card]:
     """A card for each layer: its facts, statistics and thumbnails of its value."""
     side, most = _side(layers, picture_bytes)
     return {layer.label: page_card(layer) | _of_value(layer, side, most) for layer in layers}
+
+
+def number_module_calls(layers: Sequence[Layer], cards: Mapping[str, Card]) -> CallTable:
+    """Every module call around these layers, once. Puts the number of the innermost one on each card."""
+    table: CallTable = []
+    numbers: dict[int, int] = {}  # by the id of the call
+    for layer in layers:
+        node = layer.node
+        inner = node.scope if isinstance(node, Call) and layer.module is not None else None
+        outer, new = scopes_beyond(numbers, inner)
+        number = -1 if outer is None else numbers[id(outer)]
+        for scope in new:
+            table.append((str(scope), number))
+            number = numbers[id(scope)] = len(table) - 1
+        if number >= 0:
+            cards[layer.label]["call"] = number
+    return table
 
 
 def _side(layers: Sequence[Layer], picture_bytes: int) -> tuple[int, int]:
@@ -166,10 +185,10 @@ Data = dict[str, Any]
 
 
 def page(
-    scene: Scene, rows: Mapping[str | None, Rows], by_label: Mapping[str, Card], details: Data | None = None
+    scene: Scene, rows: Mapping[str | None, Rows], by_label: Mapping[str, Card], calls: CallTable, details: Data | None
 ) -> str:
     """The page as text. `details` are the numbers behind the overlay, for the cards."""
-    data = json.dumps(_data(scene, rows, by_label, details), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(_data(scene, rows, by_label, details) | {"calls": calls}, separators=(",", ":"), allow_nan=False)
     script = "\n".join(_asset(name) for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
@@ -187,7 +206,8 @@ def page(
 def save_page(path: str | PathLike[str], scene: Scene, layers: Sequence[Layer], details: Any) -> Path:
     """Write the page to a file, with cards for the layers in the picture."""
     seen = [layer for layer in layers if layer.label in scene.by_layer]
-    made = page(scene, frame_rows(scene), layer_cards(seen, THUMBNAIL_BYTES), details)
+    cards = layer_cards(seen, THUMBNAIL_BYTES)
+    made = page(scene, frame_rows(scene), cards, number_module_calls(seen, cards), details)
     found = Path(path)
     found.write_text(made, encoding="utf-8")
     return found

@@ -28,6 +28,12 @@ function links(labels) {
 }
 
 // A module's call, `features.6:1`, as a link to its frame, or to the layer that is all of it.
+function callsAround(call) {
+  const found = [];
+  for (let at = call; at >= 0; at = DATA.calls[at][1]) found.push(DATA.calls[at][0]);
+  return found.reverse();
+}
+
 function moduleLink(call) {
   const bare = call.replace(/:\d+$/, "");
   const key = FRAMES_BY_NAME.get(call) || FRAMES_BY_NAME.get(bare) || GLYPHS_BY_MODULE.get(call) || GLYPHS_BY_MODULE.get(bare);
@@ -105,7 +111,7 @@ function layerCard(item, label) {
   (found.statistics || []).forEach((one, n, all) => out.push(...statistics(one, n, all.length)));
   if (found.missing) out.push(el("p", {}, found.missing));
   out.push(...findings(label));
-  if (found.modules) out.push(...section("In modules", el("div", { class: "links" }, ...found.modules.map(moduleLink))));
+  if (found.call !== undefined) out.push(...section("In modules", el("div", { class: "links" }, ...callsAround(found.call).map(moduleLink))));
   if (found.gives_module) out.push(...section("Output of modules", el("div", { class: "links" }, ...found.gives_module.map(moduleLink))));
   out.push(...section("Parents", found.parents ? links(found.parents) : el("p", {}, "none")));
   out.push(...section("Children", found.children ? links(found.children) : el("p", {}, "none")));
