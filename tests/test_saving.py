@@ -192,21 +192,21 @@ def test_what_is_not_wanted_is_let_go_of_while_the_model_runs(step, mode):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_small_values_may_stay_until_they_fill_a_megabyte(mode, monkeypatch):
+def test_small_values_may_stay_until_they_fill_four_megabytes(mode, monkeypatch):
     monkeypatch.setattr(memory_saving, "PATIENCE", PATIENCE)  # conftest.py has values dropped at once
     with mode():
         small, large = Counting(torch.tanh), Counting(torch.tanh)
         rl.capture(small, torch.randn(4, 4), save="none")
-        rl.capture(large, torch.randn(2**16, 4), save="none")  # of a megabyte each
+        rl.capture(large, torch.randn(2**18, 4), save="none")  # of four megabytes each
     assert max(small.alive) == 49
     assert max(large.alive[-20:]) <= 4
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_at_the_end_no_megabyte_is_left(mode, monkeypatch):
+def test_at_the_end_no_four_megabytes_are_left(mode, monkeypatch):
     monkeypatch.setattr(memory_saving, "PATIENCE", PATIENCE)
     with mode():
-        for size in (2**12, 2**16, 2**19):  # 48 of them fill .8, 12, 100 megabytes
+        for size in (2**12, 2**16, 2**20):  # 48 of them fill .8, 12, 200 megabytes
             made = []
 
             def model(x, made=made):

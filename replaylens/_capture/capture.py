@@ -360,7 +360,8 @@ def _apart(value: torch.Tensor) -> torch.Tensor:
 def holds_histories(captured: Captured) -> bool:
     """True if a value, or what the model returned, keeps the saved tensors of a backward pass alive."""
     values: list[Any] = captured.recording.values
-    return any(type(value) is not Freed and value.requires_grad and history_of(value) is not None for value in values)
+    without = (Freed, nn.Parameter)
+    return any(type(v) not in without and v.requires_grad and history_of(v) is not None for v in values)
 
 
 def _is_written_leaf(source: SourceRecord, value: torch.Tensor) -> bool:

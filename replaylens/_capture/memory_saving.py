@@ -41,8 +41,8 @@ from .recording import (
 from .scopes import addresses
 from .tracer import Tracer
 
-PATIENCE = 1 << 20  # bytes of new values before it is asked which have died
-_Parameter = torch.nn.Parameter
+PATIENCE = 1 << 22  # bytes of new values before it is asked which have died
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 YOUNG_CHECKS = 4  # checks of a new tensor, one at each of the next times
 
 
@@ -70,11 +70,19 @@ class MemorySavingTracer(Tracer):
         recording.values = _RecordedValues(self.dropper)
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2, kwargs: Any = None) -> Any:
-        self.dropper.drop_when_due()
-        return super()._fresh(rule, func, args, depth + 1, kwargs)
+        dropper = self.dropper
+        if dropper.new_bytes >= PATIENCE or dropper.counted < len(self.recording.values):
+            dropper.drop_when_due()
+        out = super()._fresh(rule, func, args, depth + 1, kwargs)
+        if type(out) is _Tensor:
+            dropper.new_bytes += out.nbytes
+            dropper.counted = len(self.recording.values)
+        return out
 
     def _view(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
-        self.dropper.drop_when_due()
+        dropper = self.dropper
+        if dropper.new_bytes >= PATIENCE or dropper.counted < len(self.recording.values):
+            dropper.drop_when_due()
         return super()._view(rule, func, args, depth + 1)
 
     def read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
