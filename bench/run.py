@@ -207,11 +207,11 @@ def peak_ratio(model: torch.nn.Module, args: tuple) -> float:
 
 
 def bytes_an_op(model: torch.nn.Module, args: tuple, *, used: bool) -> float:
-    """For a program with its graph; and for one that also holds its names and a compiled replay."""
+    """For a program with its graph and values; and for one that also holds its names and a compiled replay."""
 
     def program() -> rl.Program:
         prog = rl.capture(model, *args)
-        len(prog.graph)
+        assert prog._record.graph
         if used:
             len(prog.layers)
             prog.replay()
