@@ -43,6 +43,14 @@ class Variant:
     def first(self) -> int:
         return min(position for position, _ in self.changes)
 
+    @property
+    def changed(self) -> dict[int, tuple[Change, ...]]:
+        """The changes by position."""
+        found: dict[int, tuple[Change, ...]] = {}
+        for position, change in self.changes:
+            found[position] = (*found.get(position, ()), change)
+        return found
+
 
 @frozen(eq=False)
 class Strategy:

@@ -40,7 +40,8 @@ class PreparedProgram:
     wanted: Demand = field(factory=dict)
     prepared: frozenset[int] = frozenset()  # the positions that all this is prepared for
     cones: dict[frozenset[int], Any] = field(factory=dict)
-    sizes: tuple[list[float], list[float]] | None = None  # of values, by position: see batch_runner.py
+    totals: Any = None  # sums over what all this is prepared for: see sweep_plan.py
+    apart: dict[int, float] = field(factory=dict)  # by position: see sweep_plan.py
     packs: bool = False  # looking for the rows that differ pays somewhere below the changes
     axes: dict[int, int | None] = field(factory=dict)  # of a slot: the axis along which its readers treat rows alike
     scratch: Scratch = field(factory=Scratch)
@@ -112,7 +113,8 @@ class PreparedProgram:
         changing = {slot for position in cone for slot in self.gives(position)}
         self.packs = any(self._is_costly(p, changing) for p in cone if self.graph.call_marks[p])
         self.axes.clear()
-        self.sizes = None
+        self.apart.clear()
+        self.totals = None
 
     def _is_costly(self, position: int, changing: set[int]) -> bool:
         """True for a matrix product that is worth computing on some of its rows alone."""
