@@ -199,6 +199,8 @@ class ProgramBase(ProgramMetadata, ValueSource):
     def _read(self, place: Location, again: bool = False) -> Any:
         """The recorded value of a layer; with `again` it is recomputed if it was not kept."""
         record, tree = self._record, place.tree(self.graph)
+        if type(tree) is Ref and tree in record.values:
+            return detached(record.value(tree))
         missing = [leaf for leaf in refs_in(tree) if leaf not in record.values]
         if missing and not again:
             name = place.node

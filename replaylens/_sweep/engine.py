@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from .._edit.patch import keeps_layout
 from .._ir.memory import overlaps_itself, with_layout_of
@@ -38,10 +38,11 @@ class Variant:
 
     number: int
     changes: tuple[tuple[int, Change], ...]
+    first: int = field(init=False)  # the position of the first change
 
-    @property
-    def first(self) -> int:
-        return min(position for position, _ in self.changes)
+    @first.default
+    def _first(self) -> int:
+        return min([position for position, _ in self.changes])
 
     @property
     def changed(self) -> dict[int, tuple[Change, ...]]:

@@ -107,7 +107,7 @@ class PreparedProgram:
         if places == self.prepared:
             return
         self.prepared = places
-        cone = self.cone(places)
+        cone, _ = self.cone_of(places)
         ends = [self.slot[ref] for ref in (*self.ends, *(ref for guard in self.graph.guards for ref in guard.refs))]
         self.wanted = demand(self.graph, reversed(cone), ends, self.step)
         changing = {slot for position in cone for slot in self.gives(position)}

@@ -7,11 +7,13 @@ counts, never by a clock: a sweep runs the same way, and gives the same last bit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby
+from operator import add
 from typing import Any
 
 from attrs import frozen
+from torch import Tensor
 
 from .._edit.patch import Chain, Patch
 from .._ir.label import Label
@@ -166,29 +168,29 @@ def totals_of(program: PreparedProgram) -> Totals:
 
 
 def _totals(program: PreparedProgram) -> Totals:
-    cone = program.cone(program.prepared)
-    dying = program.deaths(cone)
-    graph = program.graph
-    alive, held = 0.0, {}
-    made = [[0.0] * (len(graph) + 1) for _ in range(4)]
+    cone, dying = program.cone_of(program.prepared)
+    alive, held, changing = 0.0, {}, set[int]()
+    made = [[0.0] * (len(program.graph) + 1) for _ in range(4)]
     for position in cone:
         slots = program.gives(position)
+        changing.update(slots)
         for slot in slots:
             held[slot] = read_bytes(program, slot)
-        alive += sum(held[slot] for slot in slots)
-        made[0][position] = max([held[slot] for slot in slots], default=0.0)
+            alive += held[slot]
+            made[0][position] = max(made[0][position], held[slot])
         made[1][position] = alive
-        alive -= sum(held.pop(slot, 0.0) for slot in dying.get(position, ()))
-    changing = {slot for position in cone for slot in program.gives(position)}
-    for position in cone:
-        if graph.call_marks[position]:
+        alive -= sum([held.pop(slot, 0.0) for slot in dying.get(position, ())])
+        if program.graph.call_marks[position]:
             made[2][position], made[3][position] = _seconds(program, position, changing)
-    for position in range(len(graph) - 1, -1, -1):
-        for largest in made[:2]:
-            largest[position] = max(largest[position], largest[position + 1])
-        for total in made[2:]:
-            total[position] += total[position + 1]
+    for largest in made[:2]:
+        largest[:] = _sums_from_end(largest, max)
+    for total in made[2:]:
+        total[:] = _sums_from_end(total, add)
     return Totals(*made)
+
+
+def _sums_from_end(numbers: list[float], both: Callable[[float, float], float]) -> list[float]:
+    return [*accumulate(reversed(numbers), both)][::-1]
 
 
 def _seconds(program: PreparedProgram, position: int, changing: set[int]) -> tuple[float, float]:
@@ -196,11 +198,18 @@ def _seconds(program: PreparedProgram, position: int, changing: set[int]) -> tup
     writing what varies.
     """
     step, part = program.step(position), read_part(program, position)
-    sizes = [value.numel() * value.itemsize for value in step.recorded]
-    fixed = sum(size for slot, size in zip(step.reads, sizes, strict=True) if slot not in changing)
-    varying = sum(sizes) - fixed + sum(value.numel() * value.itemsize for value in step.results)
+    fixed, varying = 0, sum(map(_bytes, step.results))
+    for slot, value in zip(step.reads, step.recorded, strict=True):
+        if slot in changing:
+            varying += _bytes(value)
+        else:
+            fixed += _bytes(value)
     unread = (1 - part) * work(program, position) if part < 1 else 0.0
     return CALL + fixed * BYTE + unread, varying * part * BYTE
+
+
+def _bytes(value: Tensor) -> int:
+    return value.numel() * value.itemsize  # also of sparse ones
 
 
 def read_bytes(program: PreparedProgram, slot: int) -> float:
@@ -209,7 +218,7 @@ def read_bytes(program: PreparedProgram, slot: int) -> float:
         return 0.0
     value, rows = program.values[slot], program.wanted[slot]
     part = 1.0 if rows is None else len(rows[1]) / max(value.shape[rows[0]], 1)
-    return value.numel() * value.itemsize * part
+    return _bytes(value) * part
 
 
 def read_part(program: PreparedProgram, position: int) -> float:
@@ -223,7 +232,7 @@ def read_part(program: PreparedProgram, position: int) -> float:
 def work(program: PreparedProgram, position: int) -> float:
     """Seconds that a node takes, roughly."""
     step = program.step(position)
-    read = sum(value.numel() * value.itemsize for value in (*step.recorded, *step.results))
+    read = sum(map(_bytes, (*step.recorded, *step.results)))
     return CALL + MULTIPLICATION * step.multiplications + BYTE * read
 
 
