@@ -11,6 +11,7 @@ import torch
 from many_oracle import stacking_costs
 from test_many import Attention, last_logits
 from torch import nn
+from torch.nn import functional as F
 
 import replaylens as rl
 
@@ -145,6 +146,19 @@ def test_variants_that_cost_less_one_by_one_are_replayed_and_the_plan_names_them
     assert only.passes == 0 and str(only).startswith(
         "1 variant replayed one by one, which costs less, from linear_1_1:"
     )
+
+
+def test_whole_numbers_that_lie_far_apart_have_a_digest():
+    ids = torch.arange(12).view(4, 3)[2:3, 1]  # one number, and a stride of three
+
+    def model(x):
+        return F.embedding(ids, x)
+
+    found = rl.capture(model, torch.arange(40.0).view(10, 4))
+    swept = rl.sweep(found, "input_1", "[b] d", rl.Zero(), metric=torch.sum)
+    assert swept.plan().passes == 1 and swept.one_by_one == ()
+    for row in range(10):
+        assert swept["input_1", row] == found.replay(patch={"input_1": rl.Zero("[b] d", b=row)}).output.sum()
 
 
 @pytest.mark.parametrize("share", [0.0, inf])

@@ -428,7 +428,7 @@ def _shape_only(name: str, where: tuple[int, ...]) -> frozenset[int]:
 
 def _content(value: Tensor) -> int:
     """A digest of whole numbers or answers: a proof with these as indices or as a mask says nothing of others."""
-    return hash(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return hash(value.detach().cpu().numpy().tobytes())
 
 
 @lru_cache(maxsize=256)
