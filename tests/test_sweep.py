@@ -86,6 +86,34 @@ def test_a_patch_at_the_output_itself():
     assert found["end"] == 0 and found["no"] == prog.output.sum()
 
 
+LATER = {
+    "a function": lambda value: value - value.mean((1, 2), keepdim=True),
+    "several": [rl.Scale(2.0), lambda value: value.flip(1)],
+    "a mean": rl.Mean(over=(1,)),
+    "other samples": rl.Resample(),
+    "a direction": rl.Project(torch.eye(6)[:2] + 0.1),
+    "number by number": rl.Scale(3.0) >> rl.Clamp(max=0.5),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("rows", [slice(-1, None), 1])
+def test_a_later_patch_of_a_variant_reads_more_of_a_value_than_the_metric(name, rows):
+    torch.manual_seed(0)
+    layers = rl.capture(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 6)), torch.randn(3, 5, 4))
+    variants = {
+        "two": {"tanh_1": rl.Zero(), "linear_2": LATER[name]},
+        "one": {"linear_2": LATER[name]},
+        "part": {"linear_1": rl.Scale(3.0, "b [t] d", t=1), "linear_2": LATER[name]},
+    }
+    for metric in (lambda y: y[:, rows, 2].sum(), lambda y: y[1:2, :, 3].mean()):
+        with stacking_costs(0.0):
+            found = rl.sweep(layers, variants=variants, metric=metric)
+        assert found.one_by_one == ()
+        for key, patch in variants.items():
+            torch.testing.assert_close(found[key], metric(layers.replay(patch=patch).output))
+
+
 def test_a_plan_beforehand_in_forwards_and_bytes():
     asked = rl.sweep(prog, SITES, part="b [t] d", patch=rl.From(clean), metric=last_logits, dry=True)
     plan = asked.plan()

@@ -591,6 +591,13 @@ def keeps_layout(what: Any) -> bool:
     return isinstance(what, Patch) and (what.part is not None or not isinstance(what, (Apply, Set, From)))
 
 
+def is_by_number(what: Any) -> bool:
+    """True if each number of the new value depends on no number of the old value but the one in its place."""
+    if isinstance(what, Chain):
+        return all(map(is_by_number, what.patches))
+    return isinstance(what, (torch.Tensor, ValueSource, Set, Zero, From, Add, Scale, Clamp))
+
+
 def _flat(patch: Patch) -> tuple[Patch, ...]:
     return patch.patches if isinstance(patch, Chain) else (patch,)
 

@@ -185,7 +185,10 @@ class Batch:
         else:
             self.record.require_steady()
         self.program = known
-        self.program.prepare([position for variant in self.variants for position, _ in variant.changes])
+        self.program.prepare(
+            [position for variant in self.variants for position, _ in variant.changes],
+            [ref for variant in self.variants if len(variant.changes) > 1 for ref in variant.read_by_changes],
+        )
 
     @property
     def passes(self) -> list[Pass]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
-from .._edit.patch import keeps_layout
+from .._edit.patch import is_by_number, keeps_layout
 from .._ir.memory import overlaps_itself, with_layout_of
 from .._ir.node import Context, Guard, Input, Ref, filled, refs_in
 from .._replay.flag_guards import OuterModes, ReplacedValues, has_input_attributes
@@ -43,6 +43,12 @@ class Variant:
     @first.default
     def _first(self) -> int:
         return min([position for position, _ in self.changes])
+
+    @property
+    def read_by_changes(self) -> list[Ref]:
+        """The values that later changes are made of, all of them and not only number by number."""
+        later = [change for position, change in self.changes if position > self.first]
+        return [ref for change in later if not is_by_number(change.what) for ref in refs_in(change.tree)]
 
     @property
     def changed(self) -> dict[int, tuple[Change, ...]]:

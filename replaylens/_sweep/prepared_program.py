@@ -39,6 +39,7 @@ class PreparedProgram:
     draws: bool = field(init=False)
     wanted: Demand = field(factory=dict)
     prepared: frozenset[int] = frozenset()  # the positions that all this is prepared for
+    read_by_changes: frozenset[Ref] = frozenset()  # and the values of which changes read everything
     cones: dict[frozenset[int], Any] = field(factory=dict)
     totals: Any = None  # sums over what all this is prepared for: see sweep_plan.py
     apart: dict[int, float] = field(factory=dict)  # by position: see sweep_plan.py
@@ -100,15 +101,18 @@ class PreparedProgram:
         mine = {self.slot[ref] for ref in self.graph.refs[user] if ref.node == name}
         return any(read in mine and number not in step.unread for number, read in enumerate(step.reads))
 
-    def prepare(self, positions: Iterable[int]) -> None:
-        """Finds what is read of each value, for all changes to come."""
+    def prepare(self, positions: Iterable[int], read_by_changes: Iterable[Ref] = ()) -> None:
+        """Finds what is read of each value, for all changes to come. `read_by_changes`: values that changes are made
+        of, and that earlier changes may reach.
+        """
         self.alone.clear()
-        places = frozenset(positions)
-        if places == self.prepared:
+        places, whole = frozenset(positions), frozenset(read_by_changes)
+        if (places, whole) == (self.prepared, self.read_by_changes):
             return
-        self.prepared = places
+        self.prepared, self.read_by_changes = places, whole
         cone, _ = self.cone_of(places)
-        ends = [self.slot[ref] for ref in (*self.ends, *(ref for guard in self.graph.guards for ref in guard.refs))]
+        guarded = [ref for guard in self.graph.guards for ref in guard.refs]
+        ends = [self.slot[ref] for ref in (*self.ends, *guarded, *whole)]
         self.wanted = demand(self.graph, reversed(cone), ends, self.step)
         changing = {slot for position in cone for slot in self.gives(position)}
         self.packs = any(self._is_costly(p, changing) for p in cone if self.graph.call_marks[p])
