@@ -38,11 +38,11 @@ class Variant:
 
     number: int
     changes: tuple[tuple[int, Change], ...]
-    first: int = field(init=False)  # the position of the first change
+    first: int = field(init=False)  # the position of the first change, if there is any
 
     @first.default
     def _first(self) -> int:
-        return min([position for position, _ in self.changes])
+        return min([position for position, _ in self.changes], default=0)
 
     @property
     def read_by_changes(self) -> list[Ref]:
@@ -204,7 +204,10 @@ class _Chunk:
         return self._run_by_rows(step, deltas) if found is None else found
 
     def _by_rows(self, step: BatchedOp, align: Alignment, deltas: Deltas) -> list[Delta] | None:
+        narrowed = self.program.narrowed
         try:
+            if narrowed is not None and narrowed.product is step and narrowed.fits(align, deltas):
+                return narrowed.by_rows(align, deltas)
             return step.by_rows(align, deltas)
         except RowsDiffer:
             step.refute(align)
