@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from internals import Alignment, narrowed_product
+from internals import Alignment, Ref, narrowed_product
 from many_oracle import packing_from, stacking_costs
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -84,6 +84,24 @@ def test_only_the_columns_that_the_metric_reads(product, metric):
         "nothing": {"tanh_1": rl.Scale(1.0)},
     }
     assert tuple(assert_is_the_loop(prog, variants, read)) == columns
+
+
+@pytest.mark.parametrize(
+    ("metric", "rows"),
+    [
+        (lambda y: y[:, -1, 3], (1, (4,))),
+        (lambda y: y[:, -1][:, 3], (1, (4,))),
+        (lambda y: y[..., 3][:, -1], (1, (4,))),
+        (lambda y: y[1][-1][3], (0, (1,))),
+        (lambda y: y[..., 3], (2, (3,))),
+    ],
+)
+def test_of_what_is_selected_step_by_step_rows_come_first_and_columns_last(metric, rows):
+    prog = captured()
+    assert assert_is_the_loop(prog, {"whole": {"tanh_1": rl.Scale(0.5)}}, metric) == [3]
+    with packing_from(0.0):
+        machine = prog.replay_many({0: {"tanh_1": rl.Zero()}}, metric, dry=True).sweep.batch.program
+    assert machine.wanted[machine.slot[Ref(prog["linear_3"].label)]] == rows
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 4), (1, 5, 4), (3, 1, 4)])

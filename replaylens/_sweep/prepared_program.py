@@ -235,13 +235,18 @@ def demand(
 
 
 def _operand_rows(step: BatchedOp, wanted: list[Rows | None], by: int) -> Sequence[Rows | None]:
-    """What an op reads of each operand, if these rows of its outputs are wanted."""
-    first = wanted[0]
+    """What an op reads of each operand, if these rows of its outputs are wanted. Of a view that selects some itself, it
+    may be either: of `logits[:, -1][:, word]` the position comes first, the word last.
+    """
+    first, taken = wanted[0], selected_rows(step, by)
     if first is not None and all(rows == first for rows in wanted):
         for align in step.alignments:
             if set(align.outputs) == {first[0]} and step.holds(align):
-                return [None if axis is None else (axis, first[1]) for axis in align.operands]
-    return [selected_rows(step, by), *[None] * (len(step.reads) - 1)] if step.reads else []
+                found = [None if axis is None else (axis, first[1]) for axis in align.operands]
+                if taken is None or found[0] is None or sorted((found[0][0], taken[0]))[by] == found[0][0]:
+                    return found
+                break
+    return [taken, *[None] * (len(step.reads) - 1)] if step.reads else []
 
 
 def selected_rows(step: BatchedOp, by: int = 0) -> Rows | None:
