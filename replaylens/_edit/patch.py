@@ -8,6 +8,7 @@ then it is a pure function of one tensor, and `terms()` gives that function as a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -229,7 +230,8 @@ class Patch:
     def _with(self, **changes: Any) -> Any:
         """`attrs.evolve`, past the public `__init__`, whose signature is another one."""
         made = object.__new__(type(self))
-        values = {one.name: getattr(self, one.name) for one in fields(type(self))}
+        kind: Any = type(self)
+        values = {name: getattr(self, name) for name in _field_names(kind)}
         made.__attrs_init__(**{**values, **changes})  # type: ignore[attr-defined]
         return made
 
@@ -559,6 +561,11 @@ class Chain(Patch):
 
     def __repr__(self) -> str:
         return " >> ".join(map(repr, self.patches))
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple([one.name for one in fields(kind)])
 
 
 def patch_of(what: Any) -> Patch:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from attrs import frozen
 
+from .._edit.part import resolved
 from .._edit.patch import Apply, Chain, From, Patch, Set, Terms, bind, keeps_layout, patch_of
 from .._edit.patch_ops import apply_to_copies
 from .._edit.select import NAMING_CURE, is_named
@@ -178,7 +179,7 @@ class _Patched:
         if type(self.tree) is not Ref:
             return self._for_each(patch, ordinary)
         for part in patch.parts:
-            part.shape(self.meanings[self.tree].shape)  # also where nothing needs the value: it is an error there too
+            resolved(part, self.meanings[self.tree].shape)  # also where nothing needs the value: it is an error there
         bound = bind(patch, self.name)
         terms = bound.terms()
         if bound.part is None and isinstance(bound, (Set, From)) and isinstance(terms[1][0], torch.Tensor):
