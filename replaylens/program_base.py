@@ -234,7 +234,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         return NameResolver(self._index, self._locations)
 
     def _value_for(self, name: str) -> Any:
-        return self[name]._value_for(name)
+        return self._read(self._index.find(name), again=True)
 
     def _positions(self, names: Any) -> list[int]:
         """The positions of layers; a module that returns several tensors has the position of each."""
