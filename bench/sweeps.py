@@ -12,9 +12,11 @@ from functools import partial
 from statistics import median
 from time import process_time
 
+import measure
 import models
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import replaylens as rl
 
@@ -35,9 +37,15 @@ def main() -> None:
         rows.append(job())
         print("  ".join(map(str, rows[-1])), file=sys.stderr)
     rows.extend(gradients(options.quick))
+    printed(rows)
+    printed([("sweep / loop of replays", "B = 4", "B = 32", "B = 256", "budget"), *against_loops(options.quick)])
+
+
+def printed(rows: list[tuple[object, ...]]) -> None:
     widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
     for row in rows:
         print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths)).rstrip())
+    print()
 
 
 def measured(
@@ -231,16 +239,78 @@ def small_attention() -> tuple[object, ...]:
 def looped(prog: rl.Program, variants: dict, metric: Callable | None) -> float:
     """Seconds for the same variants, one replay each."""
 
-    def loop() -> list:
-        outputs = [prog.replay(patch=patch).output for patch in variants.values()]
-        return [metric(output) for output in outputs] if metric else outputs
-
+    loop = partial(replays, prog, variants, metric or (lambda output: output))
     loop()
     return median(clock(loop) for _ in range(7))
 
 
 def forward(model: nn.Module, x: torch.Tensor) -> float:
     return median(clock(lambda: model(x)) for _ in range(15))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(self.before(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed, self.unembed = nn.Embedding(50, width), nn.Linear(width, 50)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.unembed(x)
+
+
+PATCHES: dict[str, Callable[[int], rl.Patch]] = {
+    "Scale": lambda number: rl.Scale(number / 8),
+    "Resample": lambda number: rl.Resample(seed=number),
+    "Zero at a position": lambda number: rl.Zero("b [t] d", t=number),
+    "Zero of one number": lambda number: rl.Zero("[b] [t] [d]", b=number % 4, t=number, d=number),
+}
+
+
+def against_loops(quick: bool) -> list[tuple[object, ...]]:
+    """32 variants at two places, and a metric that reads everything: never slower than a loop of replays."""
+    rows = []
+    for kind, patch in PATCHES.items():
+        found = []
+        for size in (4, 32, 256):
+            torch.manual_seed(0)
+            prog = rl.capture(TwoBlocks().eval(), torch.randint(0, 50, (size, 16)))
+            places = ("embed", "blocks.0")
+            variants = {(place, number): {place: patch(number)} for place in places for number in range(16)}
+            contestants = {
+                "sweep": measure.clock(partial(rl.sweep, prog, variants=variants, metric=spread)),
+                "loop": measure.clock(partial(replays, prog, variants, spread)),
+            }
+            times = measure.interleave(contestants, 0.5 if quick else 3, 5)
+            found.append(f"{measure.ratio(times, 'sweep', 'loop'):.3g}")
+        rows.append((kind, *found, 1.05))
+        print("  ".join(map(str, rows[-1])), file=sys.stderr)
+    return rows
+
+
+def spread(logits: torch.Tensor) -> torch.Tensor:
+    return logits.square().mean()
+
+
+def replays(prog: rl.Program, variants: dict, metric: Callable) -> list[torch.Tensor]:
+    return [metric(prog.replay(patch=patch).output) for patch in variants.values()]
 
 
 def gradients(quick: bool) -> list[tuple[object, ...]]:

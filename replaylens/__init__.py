@@ -30,7 +30,8 @@ from ._replay.gradients import Grads as Grads
 from ._study.attribution import Attribution as Attribution, attribution as attribution
 from ._study.paths import path_patch as path_patch
 from ._study.sweep import Sweep as Sweep, sweep as sweep
-from ._sweep.batch_runner import Plan as Plan, Replays as Replays
+from ._sweep.batch_runner import Replays as Replays
+from ._sweep.sweep_plan import Plan as Plan
 from ._view.overlays import Diff as Diff
 from ._view.theme import DARK as DARK, PAPER as PAPER, Theme as Theme
 from .errors import (

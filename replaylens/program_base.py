@@ -203,6 +203,8 @@ class ProgramBase(ProgramMetadata, ValueSource):
     def _read(self, place: Location, again: bool = False) -> Any:
         """The recorded value of a layer; with `again` it is recomputed if it was not kept."""
         record, tree = self._record, place.tree(self.graph)
+        if type(tree) is Ref and tree in record.values:
+            return detached(record.value(tree))
         missing = [leaf for leaf in refs_in(tree) if leaf not in record.values]
         if missing and not again:
             name = place.node
@@ -236,7 +238,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         return NameResolver(self._index, self._locations)
 
     def _value_for(self, name: str) -> Any:
-        return self[name]._value_for(name)
+        return self._read(self._index.find(name), again=True)
 
     def _positions(self, names: Any) -> list[int]:
         """The positions of layers; a module that returns several tensors has the position of each."""

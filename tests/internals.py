@@ -145,9 +145,10 @@ from replaylens._replay.record import Versions as Versions
 from replaylens._replay.replay import execute as execute
 from replaylens._replay.request import Request as Request
 from replaylens._study.paths import residual_branches as residual_branches
-from replaylens._sweep import engine as engine, prepared_program as prepared_program
+from replaylens._sweep import engine as engine, prepared_program as prepared_program, sweep_plan as sweep_plan
 from replaylens._sweep.alignment import Alignment as Alignment, close_across_batches as close_across_batches
 from replaylens._sweep.batched_ops import BatchedOp as BatchedOp
+from replaylens._sweep.narrowed_product import narrowed_product as narrowed_product
 from replaylens._sweep.prepared_program import PreparedProgram as PreparedProgram, selected_rows as selected_rows
 from replaylens._torchlens.names import Alias as Alias, TorchLensNames as TorchLensNames
 from replaylens._view.grouping import ViewOptions as ViewOptions, scene_of as scene_of

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import torch
-from internals import engine, prepared_program as machine
+from internals import engine, prepared_program as machine, same, sweep_plan
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -23,6 +24,19 @@ def packing_from(multiplications: float) -> Iterator[None]:
         yield
     finally:
         engine.WORTH_PACKING = machine.WORTH_PACKING = before
+
+
+@contextmanager
+def stacking_costs(share: float) -> Iterator[None]:
+    """What stacking costs, as a share of the time for what varies: zero, and all variants are stacked; infinity, and
+    all are replayed.
+    """
+    before = sweep_plan.STACKING
+    sweep_plan.STACKING = share
+    try:
+        yield
+    finally:
+        sweep_plan.STACKING = before
 
 
 def first_row(value: Tensor) -> Tensor:
@@ -76,7 +90,7 @@ def variants(prog: rl.Program, most: int = 40) -> dict[Any, Any]:
 
 
 def assert_at_once_is_one_by_one(prog: rl.Program, metric: Any = None, most: int = 40) -> int:
-    """How many variants were asked."""
+    """How many variants were asked. Some of them are also replayed within the sweep: to the last bit."""
     asked = {}
     for key, patch in variants(prog, most).items():
         try:
@@ -86,17 +100,23 @@ def assert_at_once_is_one_by_one(prog: rl.Program, metric: Any = None, most: int
         asked[key] = patch
     if not asked:
         return 0
-    got = prog.replay_many(asked, metric)
-    for number, (key, patch) in enumerate(asked.items()):
-        output = prog.replay(patch=patch, on_divergence="raise").output
-        wanted = output if metric is None else metric(output)
-        mine = pytree.tree_leaves(pytree.tree_map(lambda tensor: tensor, got.values))
-        theirs = pytree.tree_leaves(wanted)
-        assert len(mine) == len(theirs), key
-        for one, other in zip(mine, theirs):
-            if isinstance(other, Tensor):
-                assert_close(one[number], other, str(key))
-    assert not any("together it raised" in note for note in got.one_by_one), got.one_by_one
+    some = dict(list(asked.items())[:4])
+    with stacking_costs(0.0):
+        got = prog.replay_many(asked, metric)
+    with stacking_costs(inf):
+        replayed = prog.replay_many(some, metric)
+    for found, compared in ((got, asked), (replayed, some)):
+        for number, (key, patch) in enumerate(compared.items()):
+            output = prog.replay(patch=patch, on_divergence="raise").output
+            wanted = output if metric is None else metric(output)
+            mine = pytree.tree_leaves(pytree.tree_map(lambda tensor: tensor, found.values))
+            theirs = pytree.tree_leaves(wanted)
+            assert len(mine) == len(theirs), key
+            for one, other in zip(mine, theirs):
+                if isinstance(other, Tensor):
+                    assert_close(one[number], other, str(key))
+                    assert found is got or same(one[number], other), key
+        assert not any("together it raised" in note for note in found.one_by_one), found.one_by_one
     return len(asked)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
-from many_oracle import assert_at_once_is_one_by_one, packing_from
+from many_oracle import assert_at_once_is_one_by_one, packing_from, stacking_costs
 from random_programs import programs
 from torch import nn
 from torch.nn import functional as F
@@ -17,6 +17,12 @@ from zoo import MODELS, is_refused_so, silence
 import replaylens as rl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def all_are_stacked():
+    with stacking_costs(0.0):
+        yield
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from math import inf
 
 import numpy as np
 import pytest
 import torch
+from many_oracle import stacking_costs
 from test_many import Attention, last_logits
 from torch import nn
+from torch.nn import functional as F
 
 import replaylens as rl
 
@@ -83,6 +86,34 @@ def test_a_patch_at_the_output_itself():
     assert found["end"] == 0 and found["no"] == prog.output.sum()
 
 
+LATER = {
+    "a function": lambda value: value - value.mean((1, 2), keepdim=True),
+    "several": [rl.Scale(2.0), lambda value: value.flip(1)],
+    "a mean": rl.Mean(over=(1,)),
+    "other samples": rl.Resample(),
+    "a direction": rl.Project(torch.eye(6)[:2] + 0.1),
+    "number by number": rl.Scale(3.0) >> rl.Clamp(max=0.5),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("rows", [slice(-1, None), 1])
+def test_a_later_patch_of_a_variant_reads_more_of_a_value_than_the_metric(name, rows):
+    torch.manual_seed(0)
+    layers = rl.capture(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 6)), torch.randn(3, 5, 4))
+    variants = {
+        "two": {"tanh_1": rl.Zero(), "linear_2": LATER[name]},
+        "one": {"linear_2": LATER[name]},
+        "part": {"linear_1": rl.Scale(3.0, "b [t] d", t=1), "linear_2": LATER[name]},
+    }
+    for metric in (lambda y: y[:, rows, 2].sum(), lambda y: y[1:2, :, 3].mean()):
+        with stacking_costs(0.0):
+            found = rl.sweep(layers, variants=variants, metric=metric)
+        assert found.one_by_one == ()
+        for key, patch in variants.items():
+            torch.testing.assert_close(found[key], metric(layers.replay(patch=patch).output))
+
+
 def test_a_plan_beforehand_in_forwards_and_bytes():
     asked = rl.sweep(prog, SITES, part="b [t] d", patch=rl.From(clean), metric=last_logits, dry=True)
     plan = asked.plan()
@@ -106,6 +137,94 @@ def test_memory_bounds_a_pass():
     assert plans[0].peak_bytes <= 20_000 < plans[1].peak_bytes and plans[0].passes > plans[1].passes
     small = rl.sweep(prog, SITES, "b [t] d", rl.Zero(), last_logits, memory=20_000)
     torch.testing.assert_close(small.values, rl.sweep(prog, SITES, "b [t] d", rl.Zero(), last_logits).values)
+
+
+def large_prog():
+    torch.manual_seed(0)
+    large = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    return rl.capture(large, torch.randn(5000, 8))
+
+
+def test_variants_that_cost_less_one_by_one_are_replayed_and_the_plan_names_them():
+    large = large_prog()
+    variants = {
+        "whole": {"linear_1": rl.Scale(2.0)},
+        "whole, too": {"linear_1": rl.Zero()},
+        "a column": {"tanh_1": rl.Zero("b [d]", d=1)},
+        "two parts, and then the whole": {"tanh_1": [rl.Zero("[b] d", b=3), rl.Scale(2.0)]},
+        "a row": {"linear_2": rl.Zero("[b] d", b=7)},
+        "ten rows": {"linear_2": rl.Zero("[b] d", b=range(10))},
+    }
+    asked = rl.sweep(large, variants=variants, metric=torch.mean, dry=True)
+    plan = asked.plan()
+    assert plan.replayed == tuple(variants)[:4] and plan.replayed_from == ("linear_1_1", "tanh_1_2")
+    assert (plan.variants, plan.passes, plan.largest_pass) == (6, 1, 2)
+    assert re.fullmatch(
+        r"2 variants in 1 pass of up to 2, 4 variants replayed one by one, which costs less, from linear_1_1, tanh_1_2:"
+        r" at most [\d.]+ forwards \([\d.]+ one by one\), [\d.e-]+ MB at a time",
+        str(plan),
+    )
+    found = asked.run()
+    assert found.one_by_one == () and not found.departures
+    for key, patch in variants.items():
+        wanted = large.replay(patch=patch).output.mean()
+        torch.testing.assert_close(found[key], wanted)
+        assert key not in plan.replayed or torch.equal(found[key], wanted)
+    only = rl.sweep(large, "linear_1", patch=rl.Zero(), metric=torch.mean, dry=True).plan()
+    assert only.passes == 0 and str(only).startswith(
+        "1 variant replayed one by one, which costs less, from linear_1_1:"
+    )
+
+
+def test_whole_numbers_that_lie_far_apart_have_a_digest():
+    ids = torch.arange(12).view(4, 3)[2:3, 1]  # one number, and a stride of three
+
+    def model(x):
+        return F.embedding(ids, x)
+
+    found = rl.capture(model, torch.arange(40.0).view(10, 4))
+    swept = rl.sweep(found, "input_1", "[b] d", rl.Zero(), metric=torch.sum)
+    assert swept.plan().passes == 1 and swept.one_by_one == ()
+    for row in range(10):
+        assert swept["input_1", row] == found.replay(patch={"input_1": rl.Zero("[b] d", b=row)}).output.sum()
+
+
+@pytest.mark.parametrize("share", [0.0, inf])
+def test_patches_and_metrics_are_called_as_often_whether_variants_are_stacked_or_replayed(share):
+    large, seen = large_prog(), []
+
+    def patch(value):
+        seen.append("patch")
+        return value * 2
+
+    def metric(output):
+        seen.append("metric")
+        return output.mean()
+
+    with stacking_costs(share):
+        asked = rl.sweep(large, variants={n: {"linear_1": patch} for n in range(3)}, metric=metric, dry=True)
+        assert bool(asked.plan().replayed) is (share == inf) and seen == ["metric"]
+        asked.run()
+    assert seen.count("patch") == 3 and seen.count("metric") == 2  # one of these for the baseline
+
+
+@pytest.mark.parametrize("metric", [None, torch.sum, lambda y: y.sum().item(), lambda y: y.as_strided((3,), (1,))])
+def test_stacked_and_replayed_are_the_same(metric):
+    variants = {
+        "part": {"blocks.0.out": rl.Zero("b [t] d", t=1)},
+        "turned": {"blocks.1.out": lambda value: value.mT.contiguous().mT * 2},
+        "two": {"blocks.0.out": rl.Scale(0.5), "blocks.2.mlp": rl.From(clean)},
+        "last": {"linear_10": lambda value: value.mT.contiguous().mT * 2},
+    }
+    found = []
+    for share in (0.0, inf):
+        with stacking_costs(share):
+            found.append(rl.sweep(prog, variants=variants, metric=metric))
+    torch.testing.assert_close(found[0].values, found[1].values)
+    for key, patch in variants.items():
+        output = prog.replay(patch=patch).output
+        wanted = output if metric is None else torch.as_tensor(metric(output.detach()))
+        torch.testing.assert_close(found[1][key].float(), wanted.float())
 
 
 def test_a_table_for_pandas():
@@ -143,7 +262,13 @@ class Branching(nn.Module):
         return y * 2 if y.sum() > 0 else y - 1
 
 
-def test_variants_that_leave_the_recorded_path():
+@pytest.mark.parametrize("share", [0.0, inf])
+def test_variants_that_leave_the_recorded_path(share):
+    with stacking_costs(share):
+        assert_variants_leave_the_recorded_path()
+
+
+def assert_variants_leave_the_recorded_path():
     torch.manual_seed(0)
     branching = rl.capture(Branching(), torch.randn(2, 3))
     sign = 1.0 if branching.output.sum() > -6 and branching.guards[0].result else -1.0

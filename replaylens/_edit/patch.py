@@ -8,6 +8,7 @@ then it is a pure function of one tensor, and `terms()` gives that function as a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -229,7 +230,8 @@ class Patch:
     def _with(self, **changes: Any) -> Any:
         """`attrs.evolve`, past the public `__init__`, whose signature is another one."""
         made = object.__new__(type(self))
-        values = {one.name: getattr(self, one.name) for one in fields(type(self))}
+        kind: Any = type(self)
+        values = {name: getattr(self, name) for name in _field_names(kind)}
         made.__attrs_init__(**{**values, **changes})  # type: ignore[attr-defined]
         return made
 
@@ -561,6 +563,11 @@ class Chain(Patch):
         return " >> ".join(map(repr, self.patches))
 
 
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple([one.name for one in fields(kind)])
+
+
 def patch_of(what: Any) -> Patch:
     """The patch that a user's value means: a bare tensor `Set`, a layer, program or run `From`, a list a `Chain`, a
     callable `Apply`.
@@ -589,6 +596,13 @@ def keeps_layout(what: Any) -> bool:
     if isinstance(what, Chain):
         return all(map(keeps_layout, what.patches))
     return isinstance(what, Patch) and (what.part is not None or not isinstance(what, (Apply, Set, From)))
+
+
+def is_by_number(what: Any) -> bool:
+    """True if each number of the new value depends on no number of the old value but the one in its place."""
+    if isinstance(what, Chain):
+        return all(map(is_by_number, what.patches))
+    return isinstance(what, (torch.Tensor, ValueSource, Set, Zero, From, Add, Scale, Clamp))
 
 
 def _flat(patch: Patch) -> tuple[Patch, ...]:

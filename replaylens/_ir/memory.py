@@ -8,6 +8,7 @@ and the bytes in gaps between elements, as `as_strided` can read these.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,6 +42,15 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
         return [version_of(tensor) for tensor in tensors]
+
+
+@lru_cache(maxsize=1)
+def keep_freed_memory() -> None:
+    """Lets the process keep some of the memory that it frees, for the values to come: else each page of a large one
+    costs a fault. Glibc returns what exceeds twice the largest block that was ever freed, if that was at most 32 MB:
+    one is, and never touched. Other allocators are not moved by it.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
 @frozen

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from attrs import frozen
 
-from .._edit.patch import Apply, Chain, From, Patch, Set, bind, keeps_layout, patch_of
+from .._edit.part import resolved
+from .._edit.patch import Apply, Chain, From, Patch, Set, Terms, bind, keeps_layout, patch_of
 from .._edit.patch_ops import apply_to_copies
 from .._edit.select import NAMING_CURE, is_named
 from .._ir.graph import Graph
@@ -111,13 +112,14 @@ def _has_no_outside_reader(graph: Graph, place: Location) -> bool:
     """True for a module output that only the module itself reads: a forward hook there changes nothing."""
     if place.scope is None or place.names:
         return False
-    mine = set(refs_in(place.tree(graph)))
-    users = graph.users[graph.positions[place.node]]
-    readers = [graph.nodes[user] for user in users if not mine.isdisjoint(graph.refs[user])]
+    mine, is_read = set(refs_in(place.tree(graph))), False
+    for user in graph.users[graph.positions[place.node]]:
+        if not mine.isdisjoint(graph.refs[user]):
+            reader, is_read = graph.nodes[user], True
+            if not isinstance(reader, Call) or reader.scope is None or place.scope not in reader.scope.stack:
+                return False
     ends = {*graph.output_refs, *[ref for _, ref in graph.changes]}
-    if not readers or mine & ends or any(mine.intersection(guard.refs) for guard in graph.guards):
-        return False
-    return all(isinstance(r, Call) and r.scope is not None and place.scope in r.scope.stack for r in readers)
+    return is_read and not mine & ends and not any(mine.intersection(guard.refs) for guard in graph.guards)
 
 
 def _begins_with_tensor(patch: Patch) -> bool:
@@ -177,13 +179,13 @@ class _Patched:
         if type(self.tree) is not Ref:
             return self._for_each(patch, ordinary)
         for part in patch.parts:
-            part.shape(self.meanings[self.tree].shape)  # also where nothing needs the value: it is an error there too
+            resolved(part, self.meanings[self.tree].shape)  # also where nothing needs the value: it is an error there
         bound = bind(patch, self.name)
-        is_whole = bound.part is None and isinstance(bound, (Set, From))
-        if is_whole and isinstance(new := bound.terms()[1][0], torch.Tensor):
-            laid = ordinary(new)
+        terms = bound.terms()
+        if bound.part is None and isinstance(bound, (Set, From)) and isinstance(terms[1][0], torch.Tensor):
+            laid = ordinary(terms[1][0])
             return (lambda value: laid), False, (laid,)
-        return _outside_inference(bound, ordinary), bound.follows, _tensors_of(bound)
+        return _outside_inference(terms, ordinary), bound.follows, _tensors_of(terms)
 
     def _for_each(self, patch: Patch, ordinary: Callable[[Any], Any]) -> New:
         """The patch at each of the floating tensors that a node gives."""
@@ -200,14 +202,15 @@ class _Patched:
             raise BadPatch(
                 f"{node} gives {len(refs)} tensors, none of a floating type. Give a tuple of tensors, or a function."
             )
-        made = [None if one is None else _outside_inference(one, ordinary) for one in bound]
+        every = [None if one is None else one.terms() for one in bound]
+        made = [None if terms is None else _outside_inference(terms, ordinary) for terms in every]
 
         def each(value: Any) -> Any:
             flat: list[torch.Tensor] = []
             freeze_deep(value, flat.append)
             return tuple([old if one is None else one(old) for one, old in zip(made, flat, strict=True)])
 
-        holds = tuple([tensor for one in bound if one is not None for tensor in _tensors_of(one)])
+        holds = tuple([tensor for terms in every if terms is not None for tensor in _tensors_of(terms)])
         return each, any(one is None or one.follows for one in bound), holds
 
     def _too_few(self) -> ShapeMismatch:
@@ -255,17 +258,15 @@ class _Patched:
         raise ShapeMismatch(f"the patch at `{name}` gives {fact}.\n{listing(graph, name, 'patched')}\n{cure}")
 
 
-def _outside_inference(bound: Patch, ordinary: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A patch, with its tensors as a replay takes them."""
-    function, args, kwargs = bound.terms()
+def _outside_inference(terms: Terms, ordinary: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function that a patch is, with its tensors as a replay takes them."""
+    function, args, kwargs = terms
     given = [ordinary(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-    if all(one is other for one, other in zip(args, given, strict=True)):
-        return bound
     return lambda value: function(value, *given, **kwargs)
 
 
-def _tensors_of(bound: Patch) -> tuple[torch.Tensor, ...]:
-    return tuple([arg for arg in bound.terms()[1] if isinstance(arg, torch.Tensor)])
+def _tensors_of(terms: Terms) -> tuple[torch.Tensor, ...]:
+    return tuple([arg for arg in terms[1] if isinstance(arg, torch.Tensor)])
 
 
 def _is_tensor_list(what: Any) -> bool:

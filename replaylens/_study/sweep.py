@@ -20,7 +20,8 @@ from .._edit.select import NAMING_CURE, Selection
 from .._ir.torch_private import pytree
 from .._ir.util import optional
 from .._ir.value_source import Unpickled
-from .._sweep.batch_runner import Plan, Replays
+from .._sweep.batch_runner import Replays
+from .._sweep.sweep_plan import Plan
 from .._view.plots import plot_heatmap
 from ..errors import BadPart, ReplaylensError
 from ..program import Program

@@ -316,15 +316,15 @@ def _trial(
     ]
     few, whole, many = zip(*made, strict=True)
     orders = _row_orders(count, length, reads[0].device)
-    some = run(few, orders.few.numel())
+    some = run(few, orders.few.rows.numel())
     if any(part.dim() <= axis for part, axis in zip(some, align.outputs, strict=True)):
         return None
     wholes = run(whole, None)
-    if not _are_rows_of(wholes, some, align.outputs, orders.few, count):
+    if not _are_rows_of(wholes, some, align.outputs, orders.few):
         return None
-    if not _are_rows_of(wholes, run(many, orders.many.numel()), align.outputs, orders.many, count):
+    if not _are_rows_of(wholes, run(many, orders.many.rows.numel()), align.outputs, orders.many):
         return None
-    evidence, known = 0, orders.few.numel() + orders.many.numel() - 3
+    evidence, known = 0, orders.few.rows.numel() + orders.many.rows.numel() - 3
     for part, axis in zip(some, align.outputs, strict=True):
         if evidence <= ENOUGH and not _are_alike(part.narrow(axis, 0, 1), part.narrow(axis, 1, 1)):
             evidence = max(evidence, 1, part.numel() // part.shape[axis] * known // 4 if _is_real(part) else 0)
@@ -341,18 +341,27 @@ def _rows_beyond(literals: Literals, count: int, size: int) -> int | None:
     return max(literals.largest_place, count) if fits else None
 
 
-def _are_rows_of(
-    wholes: Sequence[Tensor], parts: Sequence[Tensor], axes: Sequence[int], order: Tensor, count: int
-) -> bool:
+def _are_rows_of(wholes: Sequence[Tensor], parts: Sequence[Tensor], axes: Sequence[int], order: _RowOrder) -> bool:
     """True if each part holds the rows of a whole that `order` names, besides others, which are not compared."""
-    places = (order < count).nonzero()[:, 0]
-    rows = order[places]
     for part, whole, axis in zip(parts, wholes, axes, strict=True):
-        if part.shape[axis] != order.numel():
+        if part.shape[axis] != order.rows.numel():
             return False
-        if not close_across_batches(part.index_select(axis, places), whole.index_select(axis, rows)):
+        if not close_across_batches(part.index_select(axis, order.places), whole.index_select(axis, order.compared)):
             return False
     return True
+
+
+class _RowOrder(NamedTuple):
+    """Which rows a run takes."""
+
+    rows: Tensor
+    places: Tensor  # where among these those stand that are compared: rows of the whole
+    compared: Tensor  # which rows these are
+
+    @staticmethod
+    def of(rows: Tensor, count: int) -> _RowOrder:
+        places = (rows < count).nonzero()[:, 0]
+        return _RowOrder(rows, places, rows[places])
 
 
 class _RowOrders(NamedTuple):
@@ -361,16 +370,17 @@ class _RowOrders(NamedTuple):
     index among the arguments may lead anywhere.
     """
 
-    few: Tensor  # the large one, and a few
+    few: _RowOrder  # the large one, and a few
     whole: Tensor  # all but the others
-    many: Tensor  # both others, and `length` more
+    many: _RowOrder  # both others, and `length` more
 
 
 @lru_cache(maxsize=256)
 def _row_orders(count: int, length: int, device: torch.device) -> _RowOrders:
     few = index_tensor([count, count - 1, 0] if count != 3 else [count, 0], device)  # never as many as there were
     first, *rest = [row % count for row in reversed(range(max(length, 2)))]
-    return _RowOrders(few, index_tensor(range(count), device), index_tensor([first, count + 1, count, *rest], device))
+    many = index_tensor([first, count + 1, count, *rest], device)
+    return _RowOrders(_RowOrder.of(few, count), index_tensor(range(count), device), _RowOrder.of(many, count))
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
@@ -462,7 +472,7 @@ def _reals(
 
 def _select_rows(made: Tensor, axis: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     few, whole, many = _row_orders(made.shape[axis] - 2, length, made.device)
-    return made.index_select(axis, few), made.index_select(axis, whole), made.index_select(axis, many)
+    return made.index_select(axis, few.rows), made.index_select(axis, whole), made.index_select(axis, many.rows)
 
 
 def _is_real(value: Tensor) -> bool:

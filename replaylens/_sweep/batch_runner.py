@@ -1,10 +1,8 @@
 """Batches: the variants of one record in passes, with the metric as more program, and their results in order.
 
 In: a record, the record of a metric on its output if there is one, and the changes of each variant. Out: the values of
-the output for each variant, stacked; beforehand a Plan of what they cost, in forwards and bytes. Metric nodes follow
-the model's own, so that a sweep sees what the metric reads and computes nothing else. Large passes are slow once their
-values leave the processor's cache, so their size follows the largest value on the way. Variants that leave the
-recorded path are reported, and left to the caller.
+the output for each variant, stacked; beforehand a Plan. Metric nodes follow the model's own, so that a sweep sees what
+the metric reads and computes nothing else. Variants that leave the recorded path are reported, and left to the caller.
 """
 
 from __future__ import annotations
@@ -20,18 +18,21 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._ir.graph import Graph
-from .._ir.memory import version_of, with_layout_of
+from .._ir.memory import keep_freed_memory, version_of, with_layout_of
 from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, filled, refs_in, with_leaves
 from .._ir.torch_private import pytree
 from .._ir.trees import freeze_deep, keyed_items, leaves, map_leaves, thaw, walk
 from .._ir.validate import require_lawful
-from .._replay.guards import Departure
+from .._replay.guards import Departure, RerunRequired
 from .._replay.record import Cache, Record, Versions
+from .._replay.replay import execute
+from .._replay.request import Request
 from .._replay.resolve_patches import Changes
 from ..errors import BadMetric
 from .engine import Variant, run_chunk
 from .prepared_program import PreparedProgram
-from .sparse_rows import Delta, dense, lane_value
+from .sparse_rows import Delta, dense, lane_value, stacked
+from .sweep_plan import Pass, Plan, passes, sweep_plan
 
 
 def with_metric(record: Record, metric: Record) -> Record:
@@ -170,6 +171,7 @@ class Batch:
     count: int  # of all variants, those among them that are run elsewhere
     memory: float | None = None
     layout_ends: frozenset[Ref] = frozenset()  # values of which the metric may read how they lie in memory
+    may_replay: bool = True  # the metric, if it is part of the record, reads nothing of how its argument lies
     program: PreparedProgram = field(init=False)
     departures: dict[int, Departure] = field(factory=dict)
 
@@ -183,18 +185,47 @@ class Batch:
         else:
             self.record.require_steady()
         self.program = known
-        self.program.prepare([position for variant in self.variants for position, _ in variant.changes])
+        self.program.prepare(
+            [position for variant in self.variants for position, _ in variant.changes],
+            [ref for variant in self.variants if len(variant.changes) > 1 for ref in variant.read_by_changes],
+        )
 
     @property
-    def plan(self) -> Plan:
-        return sweep_plan(self.program, self.variants, self.memory)
+    def passes(self) -> list[Pass]:
+        """How the variants run."""
+        return passes(self.program, self.variants, self.memory, self.may_replay)
+
+    def plan(self, keys: Sequence[Any]) -> Plan:
+        """What they will cost. `keys`: of all variants, by their numbers."""
+        return sweep_plan(self.program, self.variants, self.passes, keys)
 
     def run(self, tick: Callable[[int], None]) -> Iterator[tuple[list[int], dict[Ref, Delta]]]:
         """Pass by pass: its variants, and where the output differs. Those that left the recorded path are left out."""
-        for chunk in chunks(self.program, self.variants, self.memory):
-            found = run_chunk(self.program, chunk, self.departures.__setitem__, self.layout_ends)
-            yield [variant.number for variant in chunk], found
-            tick(len(chunk))
+        keep_freed_memory()
+        for one in self.passes:
+            if one.is_stacked:
+                found = run_chunk(self.program, one.variants, self.departures.__setitem__, self.layout_ends)
+            else:
+                found = self._replayed(*one.variants)
+            yield [variant.number for variant in one.variants], found
+            tick(len(one.variants))
+
+    def _replayed(self, variant: Variant) -> dict[Ref, Delta]:
+        """Where the output of one variant differs, by a replay."""
+        try:
+            ran = execute(self.record, Request(changed=variant.changed, on_divergence="rerun"))
+        except RerunRequired as left:
+            self.departures[variant.number] = left.departure
+            return {}
+        found = {}
+        for ref in self.program.ends:
+            value, recorded = ran[ref].detach(), self._recorded(ref)
+            if ref in self.layout_ends and value.stride() != recorded.stride():
+                what = f"the memory layout of {ref}"
+                self.departures[variant.number] = Departure(what, recorded.stride(), value.stride())
+                return {}
+            found[ref] = stacked((variant.number,), value[None])
+        return found
 
     def stacked(self, tick: Callable[[int], None]) -> Any:
         """The output for every variant: its tensors, with the variants as a new first axis."""
@@ -288,115 +319,3 @@ class TensorSlot:
     """The place of a tensor in a tree."""
 
     number: int
-
-
-VALUE_BYTES = 16e6  # of the largest value of one pass, all its variants together
-PASS_BYTES = 2e9  # of all values that live at once
-
-
-@frozen
-class Plan:
-    """What a sweep will cost, beforehand. `forwards` is an upper bound: equal rows are found only on the way."""
-
-    variants: int
-    passes: int
-    largest_pass: int  # variants in one pass
-    forwards: float  # in plain runs of the program
-    peak_bytes: int  # of the values that one pass holds at once
-    loop_forwards: float  # what replaying one by one from each change would cost
-
-    def __str__(self) -> str:
-        cost = f"at most {self.forwards:.3g} forwards ({self.loop_forwards:.3g} one by one)"
-        count = "1 pass" if self.passes == 1 else f"{self.passes} passes"
-        passes = f"{self.variants} variants in {count} of up to {self.largest_pass}"
-        return f"{passes}: {cost}, {self.peak_bytes / 1e6:.3g} MB at a time"
-
-
-def chunks(program: PreparedProgram, variants: Sequence[Variant], memory: float | None) -> list[list[Variant]]:
-    """The variants, ordered by their first change, in passes."""
-    largest, live = value_sizes(program)
-    found: list[list[Variant]] = []
-    for variant in sorted(variants, key=lambda variant: variant.first):
-        if found and len(found[-1]) < _capacity(largest, live, found[-1][0].first, memory):
-            found[-1].append(variant)
-        else:
-            found.append([variant])
-    return found
-
-
-def _capacity(largest: list[float], live: list[float], first: int, memory: float | None) -> int:
-    return max(1, int(min(VALUE_BYTES / max(largest[first], 1.0), (memory or PASS_BYTES) / max(live[first], 1.0))))
-
-
-def value_sizes(program: PreparedProgram) -> tuple[list[float], list[float]]:
-    """For each position: the bytes of the largest value from there on, and the most bytes alive at once."""
-    if program.sizes is None:
-        program.sizes = _sizes(program)
-    return program.sizes
-
-
-def _sizes(program: PreparedProgram) -> tuple[list[float], list[float]]:
-    cone = program.cone(program.prepared)
-    dying = program.deaths(cone)
-    graph = program.graph
-    gives: dict[int, float] = {}
-    alive, peaks = 0.0, {}
-    held: dict[int, float] = {}
-    for position in cone:
-        slots = program.gives(position)
-        for slot in slots:
-            held[slot] = read_bytes(program, slot)
-        gives[position] = max([held[slot] for slot in slots], default=0.0)
-        alive += sum(held[slot] for slot in slots)
-        peaks[position] = alive
-        alive -= sum(held.pop(slot, 0.0) for slot in dying.get(position, ()))
-    largest, live = [0.0] * (len(graph) + 1), [0.0] * (len(graph) + 1)
-    for position in range(len(graph) - 1, -1, -1):
-        largest[position] = max(largest[position + 1], gives.get(position, 0.0))
-        live[position] = max(live[position + 1], peaks.get(position, 0.0))
-    return largest, live
-
-
-def read_bytes(program: PreparedProgram, slot: int) -> float:
-    """The bytes of a value that anybody reads."""
-    if slot not in program.wanted:
-        return 0.0
-    value, rows = program.values[slot], program.wanted[slot]
-    part = 1.0 if rows is None else len(rows[1]) / max(value.shape[rows[0]], 1)
-    return value.numel() * value.itemsize * part
-
-
-def sweep_plan(program: PreparedProgram, variants: Sequence[Variant], memory: float | None) -> Plan:
-    """What the variants will cost."""
-    made = chunks(program, variants, memory)
-    _, live = value_sizes(program)
-    graph = program.graph
-    costs = [work(program, position) if isinstance(node, Call) else 0.0 for position, node in enumerate(graph.nodes)]
-    whole = max(sum(costs), 1e-12)
-    after: dict[tuple[int, ...], tuple[float, float]] = {}
-    at_once = alone = 0.0
-    for variant in variants:
-        key = tuple(sorted({position for position, _ in variant.changes}))
-        if key not in after:
-            cone = [position for position in program.cone(key) if position not in key]
-            read = sum(costs[position] * _read_part(program, position) for position in cone)
-            after[key] = read / whole, sum(costs[position] for position in cone) / whole
-        at_once, alone = at_once + after[key][0], alone + after[key][1]
-    widest = max(made, key=len) if made else []
-    peak = max((len(chunk) * live[chunk[0].first] for chunk in made), default=0.0)
-    return Plan(len(variants), len(made), len(widest), at_once, int(peak), alone)
-
-
-def _read_part(program: PreparedProgram, position: int) -> float:
-    """The share of what a node gives that is read."""
-    rows = program.demanded(program.step(position))
-    if rows is None:
-        return 1.0
-    return len(rows[1]) / max(program.step(position).results[0].shape[rows[0]], 1)
-
-
-def work(program: PreparedProgram, position: int) -> float:
-    """Seconds that a node takes, roughly: 3 us, its multiplications at 30 a nanosecond, its bytes at 5."""
-    step = program.step(position)
-    read = sum(value.numel() * value.itemsize for value in (*step.recorded, *step.results))
-    return 3e-6 + 2 * step.multiplications / 3e10 + read / 5e9

@@ -51,6 +51,10 @@ class CallSignature:
     routes: dict[Any, Any] = field(factory=dict)  # how to run a step, by the forms of what it reads
     taken: Any = None  # the rows that it takes: see prepared_program.py
 
+    def unproved(self) -> CallSignature:
+        """The same, with no proof yet: of calls of other shapes."""
+        return CallSignature(self.name, self.alignments, self.unread, self.literals, self.reads_layout)
+
 
 @define(eq=False, slots=False)
 class BatchedOp:
@@ -132,6 +136,12 @@ class BatchedOp:
         else:
             self.refute(align)
         return found
+
+    def gives_what_was_recorded(self) -> bool:
+        """True if the call gives the recorded results."""
+        with modes(_without_gradients(self.node.context)):
+            found = self.parts(self.call(self.recorded))
+        return all(map(close_across_batches, found, self.results))
 
     def has_rows(self, number: int, axis: int) -> bool:
         """True if any true alignment has the rows of an operand along this axis."""
@@ -428,7 +438,7 @@ def _shape_only(name: str, where: tuple[int, ...]) -> frozenset[int]:
 
 def _content(value: Tensor) -> int:
     """A digest of whole numbers or answers: a proof with these as indices or as a mask says nothing of others."""
-    return hash(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return hash(value.detach().cpu().numpy().tobytes())
 
 
 @lru_cache(maxsize=256)

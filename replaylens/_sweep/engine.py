@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
-from .._edit.patch import keeps_layout
+from .._edit.patch import is_by_number, keeps_layout
 from .._ir.memory import overlaps_itself, with_layout_of
 from .._ir.node import Context, Guard, Input, Ref, filled, refs_in
 from .._replay.flag_guards import OuterModes, ReplacedValues, has_input_attributes
@@ -38,10 +38,25 @@ class Variant:
 
     number: int
     changes: tuple[tuple[int, Change], ...]
+    first: int = field(init=False)  # the position of the first change, if there is any
+
+    @first.default
+    def _first(self) -> int:
+        return min([position for position, _ in self.changes], default=0)
 
     @property
-    def first(self) -> int:
-        return min(position for position, _ in self.changes)
+    def read_by_changes(self) -> list[Ref]:
+        """The values that later changes are made of, all of them and not only number by number."""
+        later = [change for position, change in self.changes if position > self.first]
+        return [ref for change in later if not is_by_number(change.what) for ref in refs_in(change.tree)]
+
+    @property
+    def changed(self) -> dict[int, tuple[Change, ...]]:
+        """The changes by position."""
+        found: dict[int, tuple[Change, ...]] = {}
+        for position, change in self.changes:
+            found[position] = (*found.get(position, ()), change)
+        return found
 
 
 @frozen(eq=False)
@@ -189,7 +204,10 @@ class _Chunk:
         return self._run_by_rows(step, deltas) if found is None else found
 
     def _by_rows(self, step: BatchedOp, align: Alignment, deltas: Deltas) -> list[Delta] | None:
+        narrowed = self.program.narrowed
         try:
+            if narrowed is not None and narrowed.product is step and narrowed.fits(align, deltas):
+                return narrowed.by_rows(align, deltas)
             return step.by_rows(align, deltas)
         except RowsDiffer:
             step.refute(align)

@@ -19,6 +19,7 @@ from .._ir.node import Call, Ref, specs_of
 from .._ir.util import cached_property
 from .._replay.record import Record
 from .batched_ops import BatchedOp, asks_for_layout, batched_op
+from .narrowed_product import NarrowedProduct, narrowed_product
 from .sparse_rows import Scratch
 
 WORTH_PACKING = 5e5  # multiplications: below this, looking for the rows that differ costs more than multiplying them
@@ -39,9 +40,12 @@ class PreparedProgram:
     draws: bool = field(init=False)
     wanted: Demand = field(factory=dict)
     prepared: frozenset[int] = frozenset()  # the positions that all this is prepared for
+    read_by_changes: frozenset[Ref] = frozenset()  # and the values of which changes read everything
     cones: dict[frozenset[int], Any] = field(factory=dict)
-    sizes: tuple[list[float], list[float]] | None = None  # of values, by position: see batch_runner.py
+    totals: Any = None  # sums over what all this is prepared for: see sweep_plan.py
+    apart: dict[int, float] = field(factory=dict)  # by position: see sweep_plan.py
     packs: bool = False  # looking for the rows that differ pays somewhere below the changes
+    narrowed: NarrowedProduct | None = None
     axes: dict[int, int | None] = field(factory=dict)  # of a slot: the axis along which its readers treat rows alike
     scratch: Scratch = field(factory=Scratch)
     alone: dict[str, str] = field(factory=dict)  # nodes that ran variant by variant, and their kinds
@@ -99,20 +103,25 @@ class PreparedProgram:
         mine = {self.slot[ref] for ref in self.graph.refs[user] if ref.node == name}
         return any(read in mine and number not in step.unread for number, read in enumerate(step.reads))
 
-    def prepare(self, positions: Iterable[int]) -> None:
-        """Finds what is read of each value, for all changes to come."""
+    def prepare(self, positions: Iterable[int], read_by_changes: Iterable[Ref] = ()) -> None:
+        """Finds what is read of each value, for all changes to come. `read_by_changes`: values that changes are made
+        of, and that earlier changes may reach.
+        """
         self.alone.clear()
-        places = frozenset(positions)
-        if places == self.prepared:
+        places, whole = frozenset(positions), frozenset(read_by_changes)
+        if (places, whole) == (self.prepared, self.read_by_changes):
             return
-        self.prepared = places
-        cone = self.cone(places)
-        ends = [self.slot[ref] for ref in (*self.ends, *(ref for guard in self.graph.guards for ref in guard.refs))]
+        self.prepared, self.read_by_changes = places, whole
+        cone, _ = self.cone_of(places)
+        guarded = [ref for guard in self.graph.guards for ref in guard.refs]
+        ends = [self.slot[ref] for ref in (*self.ends, *guarded, *whole)]
         self.wanted = demand(self.graph, reversed(cone), ends, self.step)
         changing = {slot for position in cone for slot in self.gives(position)}
         self.packs = any(self._is_costly(p, changing) for p in cone if self.graph.call_marks[p])
+        self.narrowed = self._narrowed(cone, changing, ends) if self.packs else None
         self.axes.clear()
-        self.sizes = None
+        self.apart.clear()
+        self.totals = None
 
     def _is_costly(self, position: int, changing: set[int]) -> bool:
         """True for a matrix product that is worth computing on some of its rows alone."""
@@ -126,6 +135,19 @@ class PreparedProgram:
             for axis, size in enumerate(value.shape)
             if size > 1
         )
+
+    def _narrowed(self, cone: Sequence[int], changing: set[int], ends: Sequence[int]) -> NarrowedProduct | None:
+        """The last costly product, if only some of its columns are read: of an unembedding, those of a few words."""
+        calls = [position for position in reversed(cone) if self.graph.call_marks[position]]
+        last = next((position for position in calls if self.step(position).work >= max(WORTH_PACKING, 1)), None)
+        if last is None:
+            return None
+        step, later = self.step(last), [position for position in calls if position > last]
+        columns = demand(self.graph, later, ends, self.step, by=-1).get(step.gives[0])
+        if columns is None:
+            return None
+        fixed = [number for number, slot in enumerate(step.reads) if slot not in changing]
+        return narrowed_product(step, *columns, fixed)
 
     def gives(self, position: int) -> tuple[int, ...]:
         """The slots of what a node gives."""
@@ -193,8 +215,12 @@ Rows = tuple[int, tuple[int, ...]]  # an axis and row numbers along it
 Demand = dict[int, Rows | None]  # by slot; None: all of it
 
 
-def demand(graph: Graph, positions: Iterable[int], ends: Iterable[int], step_at: Callable[[int], BatchedOp]) -> Demand:
-    """What is read of each value that the ends need. `positions` are those that may change, in descending order."""
+def demand(
+    graph: Graph, positions: Iterable[int], ends: Iterable[int], step_at: Callable[[int], BatchedOp], by: int = 0
+) -> Demand:
+    """What is read of each value that the ends need. `positions` are those that may change, in descending order. `by`:
+    along the first or the last axis where a view selects some.
+    """
     found: Demand = dict.fromkeys(ends)
     for position in positions:
         if not graph.call_marks[position]:
@@ -202,36 +228,41 @@ def demand(graph: Graph, positions: Iterable[int], ends: Iterable[int], step_at:
         step = step_at(position)
         wanted = [found[given] for given in step.gives if given in found]
         if wanted:
-            for number, rows in enumerate(_operand_rows(step, wanted)):
+            for number, rows in enumerate(_operand_rows(step, wanted, by)):
                 if number not in step.unread:
                     _merge(found, step, number, rows)
     return found
 
 
-def _operand_rows(step: BatchedOp, wanted: list[Rows | None]) -> Sequence[Rows | None]:
-    """What an op reads of each operand, if these rows of its outputs are wanted."""
-    first = wanted[0]
+def _operand_rows(step: BatchedOp, wanted: list[Rows | None], by: int) -> Sequence[Rows | None]:
+    """What an op reads of each operand, if these rows of its outputs are wanted. Of a view that selects some itself, it
+    may be either: of `logits[:, -1][:, word]` the position comes first, the word last.
+    """
+    first, taken = wanted[0], selected_rows(step, by)
     if first is not None and all(rows == first for rows in wanted):
         for align in step.alignments:
             if set(align.outputs) == {first[0]} and step.holds(align):
-                return [None if axis is None else (axis, first[1]) for axis in align.operands]
-    return [selected_rows(step), *[None] * (len(step.reads) - 1)] if step.reads else []
+                found = [None if axis is None else (axis, first[1]) for axis in align.operands]
+                if taken is None or found[0] is None or sorted((found[0][0], taken[0]))[by] == found[0][0]:
+                    return found
+                break
+    return [taken, *[None] * (len(step.reads) - 1)] if step.reads else []
 
 
-def selected_rows(step: BatchedOp) -> Rows | None:
-    """The rows that a view selects, along the first axis where it selects some and not all."""
+def selected_rows(step: BatchedOp, by: int = 0) -> Rows | None:
+    """The rows that a view selects, along the first axis where it selects some and not all; by -1, along the last."""
     if not step.may_take:
         return None
     if step.signature.taken is None:
-        found: Rows | None = None
+        found: list[Rows] = []
         for axis, at in enumerate(places := _source_positions(step) or ()):
             marks = torch.zeros(step.recorded[0].shape[axis], dtype=torch.bool, device=at.device)
             marks[at] = True
-            if found is None and not bool(marks.all()):
-                found = axis, tuple(marks.nonzero().flatten().tolist())
+            if not bool(marks.all()):
+                found.append((axis, tuple(marks.nonzero().flatten().tolist())))
         step.signature.taken = found, bool(places)
-    rows: Rows | None = step.signature.taken[0]
-    return rows
+    taken: list[Rows] = step.signature.taken[0]
+    return taken[by] if taken else None
 
 
 def _merge(found: Demand, step: BatchedOp, number: int, rows: Rows | None) -> None:

@@ -155,13 +155,33 @@ def packed(delta: Delta, axis: int, recorded: Tensor, rows: Sequence[int] | None
     mine = recorded.movedim(axis, 0)
     if where is not None:
         data, mine = data.index_select(1, where), mine.index_select(0, where)
-    differs = bits(data) != bits(mine)
-    marks = differs.flatten(2).any(2) if differs.dim() > 2 else differs
+    marks = _rows_that_differ(data, mine)
     lanes = index_tensor(whole.pairs.lanes, data.device)
     at = marks.nonzero()
     found = at[:, 1] if where is None else where[at[:, 1]]
     pairs = Pairs(recorded.shape[axis], None, lanes[at[:, 0]] * recorded.shape[axis] + found)
     return Delta(axis, pairs, data[at[:, 0], at[:, 1]].movedim(0, axis))
+
+
+def _rows_that_differ(data: Tensor, recorded: Tensor) -> Tensor:
+    """For each variant and row, whether any bit differs. Eight bytes at once, where the memory allows."""
+    wide = _has_words(data) and _has_words(recorded)
+    differs = data.view(torch.int64) != recorded.view(torch.int64) if wide else bits(data) != bits(recorded)
+    if differs.dim() == 2:
+        return differs
+    variants, rows, numbers = differs.flatten(2).shape
+    if numbers and numbers % 8 == 0:
+        differs = differs.reshape(-1).view(torch.int64).view(variants, rows, numbers // 8)
+    return differs.flatten(2).any(2)
+
+
+def _has_words(tensor: Tensor) -> bool:
+    """True if each row along the last axis consists of whole words of eight bytes."""
+    if not tensor.is_floating_point() or tensor.dim() < 2 or tensor.stride(-1) != 1:
+        return False
+    several = 8 // tensor.itemsize
+    places = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+    return all(place % several == 0 for place in places)
 
 
 def chosen(delta: Delta, axis: int, recorded: Tensor, rows: Sequence[int]) -> Delta:

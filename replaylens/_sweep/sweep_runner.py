@@ -36,7 +36,6 @@ from .._replay.supply import Run
 from ..errors import CaptureError, DivergedReplay, ReplaylensError
 from .batch_runner import (
     Batch,
-    Plan,
     Replays,
     as_tensors,
     progress_bar,
@@ -47,6 +46,7 @@ from .batch_runner import (
     with_metric,
 )
 from .batched_ops import asks_for_layout
+from .sweep_plan import Plan
 
 Metric = Callable[[Any], Any]
 _ALONE: Cache[None, str] = Cache()  # why nothing can go at once; empty where it can
@@ -94,7 +94,9 @@ class BatchedSweep:
         batchable = [number for number, each in enumerate(self.changes) if each and number not in self.unbatchable]
         every = variants_of(self.changes)
         grouped = [every[number] for number in batchable]
-        self.batch = Batch(whole or self.record, grouped, len(self.keys), self.memory, self._layout_ends())
+        ends = self._layout_ends()
+        may_replay = not (ends and self.is_program)
+        self.batch = Batch(whole or self.record, grouped, len(self.keys), self.memory, ends, may_replay)
 
     def _exclude_above(self, names: Sequence[str], why: str) -> None:
         """Leaves out the variants that reach one of these nodes: they are replayed alone."""
@@ -143,7 +145,7 @@ class BatchedSweep:
 
     @property
     def plan(self) -> Plan:
-        return self.batch.plan
+        return self.batch.plan(self.keys)
 
     def run(self, on_divergence: str, tick: Callable[[int], None]) -> Replays:
         """Runs all of them, in the order of their keys."""
