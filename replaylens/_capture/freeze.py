@@ -446,7 +446,7 @@ def call_of(
         tuple([(key, map_leaves(value, to_ref)) for key, value in kwargs.items()]) if kwargs else (),
         map_leaves(returns, to_ref),
         result,
-        (recording.spec(returns),) if type(returns) is ValueId else tuple(map(recording.spec, gives_of(record))),
+        recording.specs(gives_of(record)),
         record.draws,
         follows,
         is_seeded,

@@ -274,6 +274,7 @@ class Recording:
     patched: dict[int, int] = field(factory=dict)  # position of a record that is a patch -> of the one it patches
     unwanted: set[ValueId] = field(factory=set)  # values that nobody wants (memory_saving.py)
     freed: dict[ValueId, TensorSpec] = field(factory=dict)  # what is known of values that were freed
+    alone: dict[int, tuple[TensorSpec]] = field(factory=dict)  # by id, what `specs` has given
     rng: RngRecord = field(factory=RngRecord)
     state: StateChanges = field(factory=StateChanges)
     hand_offs: HandOffs = field(factory=HandOffs)
@@ -309,6 +310,13 @@ class Recording:
     def reads(self) -> list[list[ValueId]]:
         """The values that each record reads."""
         return list(map(reads_of, self.records))
+
+    def specs(self, handles: tuple[ValueId, ...]) -> tuple[TensorSpec, ...]:
+        """The specs of some values; one tuple for all calls that give one value of a kind, as most do."""
+        if len(handles) != 1:
+            return tuple(map(self.spec, handles))
+        spec = self.spec(handles[0])
+        return self.alone.get(id(spec)) or self.alone.setdefault(id(spec), (spec,))
 
     def producers(self) -> dict[ValueId, int]:
         """The position of the record that gives each value."""

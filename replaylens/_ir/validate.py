@@ -76,7 +76,7 @@ def require_lawful(graph: Graph) -> Graph:
 
 def _single_assignment(graph: Graph) -> Iterator[Problem]:
     seen: set[str] = set()
-    for node in graph.nodes if len(graph.positions) < len(graph) else ():
+    for node in graph.nodes if len({node.name for node in graph.nodes}) < len(graph) else ():
         if node.name in seen:
             yield Problem(node.name, "single assignment", "the name is given twice")
         seen.add(node.name)

@@ -215,12 +215,15 @@ class _Compiler:
 
     def _dying(self) -> dict[int, tuple[int, ...]]:
         """What is freed after each step."""
-        dying: dict[int, list[int]] = {}
+        dying: dict[int, list[tuple[int, ...]]] = {}
         kept, freed = self.plan.kept, self.compiled.freed
         for position, last in self.plan.last_use.items():
             if position not in kept:
-                dying.setdefault(last, []).extend(freed[position])
-        return {last: tuple(slots) for last, slots in dying.items()}
+                dying.setdefault(last, []).append(freed[position])
+        return {
+            last: many[0] if len(many) == 1 else tuple(itertools.chain.from_iterable(many))
+            for last, many in dying.items()
+        }
 
     def _made(self) -> Code:
         graph, plan, slots = self.graph, self.plan, self.slots
