@@ -518,3 +518,55 @@ def test_a_metric_that_runs_one_by_one_says_why(metric, why):
     prog = rl.capture(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), torch.randn(3, 4))
     (note,) = rl.sweep(prog, ["0", "1"], patch=rl.Zero(), metric=metric).one_by_one
     assert note.startswith("the metric: ") and why in note
+
+
+# ---- sweeps among sweeps ---------------------------------------------------------------------------------------------
+
+
+def _lesions():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
+    prog = rl.capture(model, torch.randn(3, 4))
+    early = {d: {"linear_1": rl.Zero("b [d]", d=d)} for d in range(4)}
+    late = {d: {"linear_2": rl.Zero("b [d]", d=d)} for d in range(3)}
+    return prog, early, late
+
+
+def _one_by_one(prog, variants):
+    return {key: float(prog.replay(patch=patch).output.sum()) for key, patch in variants.items()}
+
+
+def _as_numbers(sweep):
+    return {key: pytest.approx(float(sweep[key]), rel=1e-6) for key in sweep.keys}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "the last first"])
+def test_planned_sweeps_of_one_program_know_nothing_of_each_other(order):
+    prog, *variants = _lesions()
+    planned = [rl.sweep(prog, variants=some, metric=torch.sum, dry=True) for some in variants]
+    for number in order:
+        assert _one_by_one(prog, variants[number]) == _as_numbers(planned[number].run())
+
+
+def test_a_patch_that_sweeps_the_same_program():
+    prog, early, late = _lesions()
+
+    def halved(value):
+        rl.sweep(prog, variants=late)
+        return value * 0.5
+
+    made = rl.sweep(prog, variants={"half": {"linear_1": halved}, "double": {"linear_1": rl.Scale(2.0)}, **early})
+    wanted = {"half": {"linear_1": rl.Scale(0.5)}, "double": {"linear_1": rl.Scale(2.0)}, **early}
+    for key, patch in wanted.items():
+        torch.testing.assert_close(made[key], prog.replay(patch=patch).output)
+
+
+def test_a_metric_that_sweeps_the_same_program():
+    prog, early, late = _lesions()
+
+    def metric(output):
+        rl.sweep(prog, variants=late)
+        return output.sum().item()
+
+    made = rl.sweep(prog, variants=early, metric=metric, memory=1.0)  # in several passes
+    assert _one_by_one(prog, early) == _as_numbers(made)

@@ -184,8 +184,7 @@ class Batch:
             )
         else:
             self.record.require_steady()
-        self.program = known
-        self.program.prepare(
+        self.program = known.prepared_for(
             [position for variant in self.variants for position, _ in variant.changes],
             [ref for variant in self.variants if len(variant.changes) > 1 for ref in variant.read_by_changes],
         )
@@ -202,9 +201,10 @@ class Batch:
     def run(self, tick: Callable[[int], None]) -> Iterator[tuple[list[int], dict[Ref, Delta]]]:
         """Pass by pass: its variants, and where the output differs. Those that left the recorded path are left out."""
         keep_freed_memory()
+        program = self.program.with_own_memory()
         for one in self.passes:
             if one.is_stacked:
-                found = run_chunk(self.program, one.variants, self.departures.__setitem__, self.layout_ends)
+                found = run_chunk(program, one.variants, self.departures.__setitem__, self.layout_ends)
             else:
                 found = self._replayed(*one.variants)
             yield [variant.number for variant in one.variants], found

@@ -9,6 +9,7 @@ operands. Built once for a sweep; facts about a node are found when they are fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ class PreparedProgram:
     draws: bool = field(init=False)
     wanted: Demand = field(factory=dict)
     prepared: frozenset[int] = frozenset()  # the positions that all this is prepared for
-    read_by_changes: frozenset[Ref] = frozenset()  # and the values of which changes read everything
+    made: dict[Any, PreparedProgram] = field(factory=dict)  # by what it was prepared for
     cones: dict[frozenset[int], Any] = field(factory=dict)
-    totals: Any = None  # sums over what all this is prepared for: see sweep_plan.py
+    totals: list[Any] = field(factory=list)  # sums over what all this is prepared for: see sweep_plan.py
     apart: dict[int, float] = field(factory=dict)  # by position: see sweep_plan.py
     packs: bool = False  # looking for the rows that differ pays somewhere below the changes
     narrowed: NarrowedProduct | None = None
@@ -103,15 +104,33 @@ class PreparedProgram:
         mine = {self.slot[ref] for ref in self.graph.refs[user] if ref.node == name}
         return any(read in mine and number not in step.unread for number, read in enumerate(step.reads))
 
-    def prepare(self, positions: Iterable[int], read_by_changes: Iterable[Ref] = ()) -> None:
-        """Finds what is read of each value, for all changes to come. `read_by_changes`: values that changes are made
-        of, and that earlier changes may reach.
+    def prepared_for(self, positions: Iterable[int], read_by_changes: Iterable[Ref] = ()) -> PreparedProgram:
+        """The same program, where what is read of each value is known, for all changes at these positions.
+        `read_by_changes`: values that changes are made of, and that earlier changes may reach.
+
+        Each sweep has one of its own: another one may run in between, in a thread, or in a metric or patch.
         """
-        self.alone.clear()
-        places, whole = frozenset(positions), frozenset(read_by_changes)
-        if (places, whole) == (self.prepared, self.read_by_changes):
-            return
-        self.prepared, self.read_by_changes = places, whole
+        key = frozenset(positions), frozenset(read_by_changes)
+        known = self.made.get(key)
+        if known is None:
+            known = copy(self)
+            known.axes, known.apart, known.totals, known.made = {}, {}, [], {}
+            known._prepare(*key)
+            if len(self.made) >= 4:
+                self.made.pop(next(iter(self.made)), None)
+            self.made[key] = known
+        mine = copy(known)
+        mine.alone = {}
+        return mine
+
+    def with_own_memory(self) -> PreparedProgram:
+        """The same for one run."""
+        mine = copy(self)
+        mine.scratch = Scratch()
+        return mine
+
+    def _prepare(self, places: frozenset[int], whole: frozenset[Ref]) -> None:
+        self.prepared = places
         cone, _ = self.cone_of(places)
         guarded = [ref for guard in self.graph.guards for ref in guard.refs]
         ends = [self.slot[ref] for ref in (*self.ends, *guarded, *whole)]
@@ -119,9 +138,6 @@ class PreparedProgram:
         changing = {slot for position in cone for slot in self.gives(position)}
         self.packs = any(self._is_costly(p, changing) for p in cone if self.graph.call_marks[p])
         self.narrowed = self._narrowed(cone, changing, ends) if self.packs else None
-        self.axes.clear()
-        self.apart.clear()
-        self.totals = None
 
     def _is_costly(self, position: int, changing: set[int]) -> bool:
         """True for a matrix product that is worth computing on some of its rows alone."""

@@ -161,9 +161,9 @@ def _sum_apart(program: PreparedProgram, first: int) -> float:
 
 def totals_of(program: PreparedProgram) -> Totals:
     """The sums of a program as it is prepared."""
-    if program.totals is None:
-        program.totals = _totals(program)
-    found: Totals = program.totals
+    if not program.totals:
+        program.totals.append(_totals(program))
+    found: Totals = program.totals[0]
     return found
 
 
