@@ -28,6 +28,7 @@ from torch import nn
 from .._ir.interrupts import after_fork, during, reset_lock
 from .._ir.memory import storage_of
 from .._ir.model_state import members
+from .._ir.quirks import Quirk
 from .._ir.trees import ATOMS, attributes_of, own_attributes
 from .._ir.util import cached_property
 from ..errors import UnsupportedModel
@@ -563,7 +564,7 @@ def _require_seen(function: Any, names: frozenset[str]) -> None:
         )
 
 
-_UNSEEN_READS = frozenset("tolist numpy asarray array from_dlpack __array__ storage untyped_storage data_ptr".split())
+_UNSEEN_READS = frozenset(("tolist", "from_dlpack", *Quirk.EXPOSES_MEMORY.names, *Quirk.TELLS_ADDRESS.names))
 
 
 @lru_cache(maxsize=4096)
