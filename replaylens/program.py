@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ from ._replay.record import Record, completed_record, detached, keeping_only
 from ._replay.request import Request
 from ._replay.resolve_patches import bound_patches
 from ._replay.supply import Run
-from ._sweep.sweep_runner import PendingSweep
+from ._sweep.sweep_runner import PendingSweep, run_sweep
 from ._view.dot import DrawOptions, draw
 from ._view.grouping import ViewOptions
 from ._view.page import page_data, save_page
@@ -379,9 +379,9 @@ class Program(ProgramBase):
             {key: None for patch in variants.values() for key in patch or () if isinstance(key, Edge)}
         )
         on_divergence = prog._when_diverged(on_divergence)
-        batched = restoring_modes(lambda: prog._batched(variants, metric, memory, on_divergence, _recorded))
-        pending = PendingSweep(batched, on_divergence)
-        return pending if dry else pending.run(progress)
+        make = partial(prog._batched, {**variants}, metric, memory, on_divergence, _recorded)
+        sweep = restoring_modes(make)
+        return PendingSweep(make, sweep, on_divergence) if dry else run_sweep(sweep, on_divergence, progress)
 
     def grads(
         self,

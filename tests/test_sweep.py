@@ -205,7 +205,7 @@ def test_patches_and_metrics_are_called_as_often_whether_variants_are_stacked_or
         asked = rl.sweep(large, variants={n: {"linear_1": patch} for n in range(3)}, metric=metric, dry=True)
         assert bool(asked.plan().replayed) is (share == inf) and seen == ["metric"]
         asked.run()
-    assert seen.count("patch") == 3 and seen.count("metric") == 2  # one of these for the baseline
+    assert seen.count("patch") == 3 and seen.count("metric") == 3  # planned, captured, and of the baseline
 
 
 @pytest.mark.parametrize("metric", [None, torch.sum, lambda y: y.sum().item(), lambda y: y.as_strided((3,), (1,))])
@@ -570,3 +570,20 @@ def test_a_metric_that_sweeps_the_same_program():
 
     made = rl.sweep(prog, variants=early, metric=metric, memory=1.0)  # in several passes
     assert _one_by_one(prog, early) == _as_numbers(made)
+
+
+@pytest.mark.parametrize("how", ["sweep", "replay_many"])
+def test_a_metric_that_changes_after_the_plan_is_the_one_that_runs(how):
+    prog, early, _ = _lesions()
+    weight, factor = torch.ones(3), [2.0]
+
+    def metric(output):
+        return (output * weight * factor[0]).sum()
+
+    planned = (rl.sweep if how == "sweep" else rl.Program.replay_many)(prog, variants=early, metric=metric, dry=True)
+    weight.fill_(5.0)
+    factor[0] = 3.0
+    made = planned.run()
+    wanted = torch.stack([metric(prog.replay(patch=patch).output) for patch in early.values()])
+    torch.testing.assert_close(made.values, wanted)
+    torch.testing.assert_close(made.baseline, metric(prog.output))

@@ -194,8 +194,8 @@ def sweep(
     pending = prog.replay_many(
         variants, metric, memory=memory, on_divergence=on_divergence, progress=progress, dry=True
     )
-    found = Sweep(names, tuple(variants), pending)
-    return found if dry else found.run(progress)
+    replays = None if dry else pending.run_now(progress)
+    return Sweep(names, tuple(variants), pending, replays)
 
 
 def _variants(prog: Program, sites: Any, part: Any, patch: Any, axes: dict[str, Any]) -> tuple[tuple[str, ...], Any]:

@@ -350,15 +350,25 @@ def _write_result(values: Any, number: int, result: Any, key: Any) -> None:
 class PendingSweep(Unpickled):
     """Many replays that were asked for, and have not run yet."""
 
-    sweep: BatchedSweep
+    make: Callable[[], BatchedSweep]  # anew for each run: a metric may read other numbers than when it was planned
+    planned: BatchedSweep
     on_divergence: str
 
     @property
     def plan(self) -> Plan:
         """What it will cost."""
-        return self.sweep.plan
+        return self.planned.plan
 
     def run(self, progress: bool | None = None) -> Replays:
         """Runs them. A progress bar shows if it takes long and tqdm is installed."""
-        with progress_bar(len(self.sweep.keys), progress) as tick:
-            return restoring_modes(lambda: self.sweep.run(self.on_divergence, tick))
+        return run_sweep(restoring_modes(self.make), self.on_divergence, progress)
+
+    def run_now(self, progress: bool | None = None) -> Replays:
+        """The same just after planning: nothing can have changed."""
+        return run_sweep(self.planned, self.on_divergence, progress)
+
+
+def run_sweep(sweep: BatchedSweep, on_divergence: str, progress: bool | None) -> Replays:
+    """Runs a sweep that was just prepared."""
+    with progress_bar(len(sweep.keys), progress) as tick:
+        return restoring_modes(lambda: sweep.run(on_divergence, tick))
