@@ -109,7 +109,7 @@ def test_rows_before_a_causal_change_are_not_run(is_open):
 
     with packing_from(0.0):
         asked = prog.replay_many({"late": {"embedding_1": change}}, last_logits, dry=True)
-        machine = asked.sweep.batch.program
+        machine = asked.planned.batch.program
         step = machine.step(prog.graph.positions[prog["blocks.1.qkv"].label])
         call = step.call
         step.call = lambda values: seen.append(tuple(values[0].shape)) or call(values)

@@ -63,7 +63,7 @@ def assert_is_the_loop(prog: rl.Program, variants: dict[str, Any], metric: Calla
         found, seen = asked.run(), []
         for key, patch in variants.items():
             torch.testing.assert_close(found[key], metric(prog.replay(patch=patch).output))
-        if (narrowed := asked.sweep.batch.program.narrowed) is not None:
+        if (narrowed := asked.planned.batch.program.narrowed) is not None:
             call = narrowed.narrow.call
             narrowed.narrow.call = lambda given: seen.append(given) or call(given)
             asked.run()
@@ -100,7 +100,7 @@ def test_of_what_is_selected_step_by_step_rows_come_first_and_columns_last(metri
     prog = captured()
     assert assert_is_the_loop(prog, {"whole": {"tanh_1": rl.Scale(0.5)}}, metric) == [3]
     with packing_from(0.0):
-        machine = prog.replay_many({0: {"tanh_1": rl.Zero()}}, metric, dry=True).sweep.batch.program
+        machine = prog.replay_many({0: {"tanh_1": rl.Zero()}}, metric, dry=True).planned.batch.program
     assert machine.wanted[machine.slot[Ref(prog["linear_3"].label)]] == rows
 
 
@@ -132,7 +132,7 @@ def test_patched_weights_are_multiplied_whole():
 
 def product_step(prog: rl.Program) -> Any:
     with packing_from(0.0):
-        machine = prog.replay_many({0: {"tanh_1": rl.Zero()}}, dry=True).sweep.batch.program
+        machine = prog.replay_many({0: {"tanh_1": rl.Zero()}}, dry=True).planned.batch.program
         return machine.step(prog.graph.positions[prog["linear_3"].label])
 
 
@@ -148,7 +148,7 @@ def test_columns_that_are_not_proved_are_not_left_out():
 def test_a_false_alignment_of_a_square_is_seen():
     torch.manual_seed(0)
     square = rl.capture(lambda x, w: F.linear(x, w), torch.randn(3, WORDS), torch.randn(WORDS, WORDS))
-    machine = square.replay_many({0: {"input_1": rl.Zero()}}, dry=True).sweep.batch.program
+    machine = square.replay_many({0: {"input_1": rl.Zero()}}, dry=True).planned.batch.program
     step = machine.step(len(square.graph) - 1)
     false = evolve(step, signature=evolve(step.signature, alignments=(Alignment((None, 1), (1,)),)))
     assert narrowed_product(step, 1, (3, 17), (1,)) is not None and narrowed_product(false, 1, (3, 17), (1,)) is None

@@ -587,3 +587,51 @@ def test_a_metric_that_changes_after_the_plan_is_the_one_that_runs(how):
     wanted = torch.stack([metric(prog.replay(patch=patch).output) for patch in early.values()])
     torch.testing.assert_close(made.values, wanted)
     torch.testing.assert_close(made.baseline, metric(prog.output))
+
+
+class RoundsWhatIsSmall(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.l(x)
+        return (y.double() * 10 + 1).round().long() if y.sum() < 4 else y.sigmoid()
+
+
+def test_a_variant_that_departs_to_another_dtype_is_not_rounded():
+    torch.manual_seed(0)
+    prog = rl.capture(RoundsWhatIsSmall(), torch.randn(2, 4))
+    variants = {"same": {"l": rl.Scale(0.5)}, "departs": {"l": rl.Set(torch.full((2, 4), 0.8))}}
+    for metric in (None, torch.sum):
+        made = rl.sweep(prog, variants=variants, metric=metric)
+        for key, patch in variants.items():
+            output = prog.replay(patch=patch).output
+            torch.testing.assert_close(made[key], (output if metric is None else output.sum()).to(made.values.dtype))
+
+
+def test_a_metric_of_whole_numbers_and_others():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Doubles()).eval()
+    prog = rl.capture(model, torch.randn(2, 4))
+
+    def share(output):
+        found = (output > 50).float().mean().item()
+        return found or 0
+
+    variants = {"same": {"0": rl.Scale(0.5)}, "departs": {"0": rl.Set(torch.tensor([[30.0, 30.0, 30.0, 20.0]] * 2))}}
+    made = rl.sweep(prog, variants=variants, metric=share)
+    assert [made[key].item() for key in variants] == [0, 0.75]
+
+
+class Doubles(nn.Module):
+    def forward(self, y):
+        return y if y.sum() < 100 else y * 2
+
+
+def test_numbers_that_no_common_dtype_holds_are_refused():
+    torch.manual_seed(0)
+    prog = rl.capture(RoundsWhatIsSmall(), torch.randn(2, 4))
+    large = rl.Set(torch.full((2, 4), -float(2**24 + 2)))
+    with pytest.raises(rl.DivergedReplay, match=r"tensors of the dtypes \[torch.float32\]"):
+        rl.sweep(prog, variants={"large": {"l": large}, "departs": {"l": rl.Set(torch.full((2, 4), 0.8))}})

@@ -161,7 +161,7 @@ class BatchedSweep:
             self.notes.append(f"everything: together it raised {type(error).__name__}: {error}")
             return self._replays(self._all_alone(tick), baseline)
         for number in sorted({*self.unbatchable, *self.batch.departures}):
-            _write_result(values, number, self._alone(number), self.keys[number])
+            values = _with_result(values, number, self._alone(number), self.keys[number])
         return self._replays(values, baseline)
 
     def _all_alone(self, tick: Callable[[int], None]) -> Any:
@@ -332,18 +332,42 @@ def copied_output(output: Any) -> Any:
     return thaw(freeze_deep(output, lambda tensor: tensor.detach().clone()), lambda leaf: leaf)
 
 
-def _write_result(values: Any, number: int, result: Any, key: Any) -> None:
-    """Writes one variant's result into its place."""
-    found = [tensors_in(tree) for tree in (values, as_tensors(result))]
-    whole, mine = [[tuple(t.shape) for t in tensors] for tensors in ([v[0] for v in found[0]], found[1])]
-    if whole != mine:
-        raise DivergedReplay(
-            f"the variant {key!r} leaves the recorded path and gives tensors of the shapes {mine}, where the others "
-            f"give {whole}: they cannot be stacked.\n"
-            "Pass a metric that gives one shape, or replay this variant alone."
-        )
-    for stack, one in zip(*found, strict=True):
-        stack[number] = one
+def _with_result(values: Any, number: int, result: Any, key: Any) -> Any:
+    """The results with one variant's own in its place."""
+    stacks, mine = [tensors_in(tree) for tree in (values, as_tensors(result))]
+    if [tuple(stack.shape[1:]) for stack in stacks] != [tuple(one.shape) for one in mine]:
+        raise _unlike_others(key, "shapes", [tuple(one.shape) for one in mine], [tuple(s.shape[1:]) for s in stacks])
+    made = [_common_dtype(stack, one) for stack, one in zip(stacks, mine, strict=True)]
+    if None in made:
+        raise _unlike_others(key, "dtypes", [one.dtype for one in mine], [stack.dtype for stack in stacks])
+    if any(new is not stack for new, stack in zip(made, stacks, strict=True)):
+        rest = iter(made)
+        values = thaw(freeze_deep(values, lambda _: _Slot(next(rest))), lambda leaf: getattr(leaf, "tensor", leaf))
+    for stack, one in zip(made, mine, strict=True):
+        stack[number] = one  # type: ignore[index]
+    return values
+
+
+@frozen(eq=False)
+class _Slot:
+    tensor: Any
+
+
+def _common_dtype(stack: torch.Tensor, one: torch.Tensor) -> torch.Tensor | None:
+    """The stack in a dtype that holds its numbers and those of another result exactly; None if there is none."""
+    if stack.dtype is one.dtype:
+        return stack
+    wide = torch.promote_types(stack.dtype, one.dtype)
+    kept = [torch.equal(part.to(wide).to(part.dtype), part) for part in (stack, one)]
+    return stack.to(wide) if all(kept) else None
+
+
+def _unlike_others(key: Any, what: str, mine: list[Any], others: list[Any]) -> DivergedReplay:
+    return DivergedReplay(
+        f"the variant {key!r} leaves the recorded path and gives tensors of the {what} {mine}, where the others "
+        f"give {others}: they cannot be stacked.\n"
+        f"Pass a metric that gives one {what[:-1]}, or replay this variant alone."
+    )
 
 
 @frozen(eq=False)
