@@ -635,3 +635,42 @@ def test_numbers_that_no_common_dtype_holds_are_refused():
     large = rl.Set(torch.full((2, 4), -float(2**24 + 2)))
     with pytest.raises(rl.DivergedReplay, match=r"tensors of the dtypes \[torch.float32\]"):
         rl.sweep(prog, variants={"large": {"l": large}, "departs": {"l": rl.Set(torch.full((2, 4), 0.8))}})
+
+
+class GivesTwoInSomeOrder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l, self.o = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.l(x)
+        return {"a": self.o(y), "b": y} if y.sum() > 0 else {"b": y, "a": self.o(y)}
+
+
+def gain_and_loss(output):
+    gain, loss = output["b"].max().item(), output["b"].min().item()
+    return {"gain": gain, "loss": loss} if gain > 3 else {"loss": loss, "gain": gain}
+
+
+@pytest.mark.parametrize("metric", [None, gain_and_loss], ids=["the output", "a metric"])
+def test_results_are_put_together_by_their_keys(metric):
+    torch.manual_seed(0)
+    prog = rl.capture(GivesTwoInSomeOrder(), torch.randn(2, 4))
+    variants = {number: {"l": rl.Add(number)} for number in (-5.0, 5.0)}
+    made = rl.sweep(prog, variants=variants, metric=metric)
+    for key, patch in variants.items():
+        output = prog.replay(patch=patch).output
+        wanted = output if metric is None else {k: torch.tensor(v).double() for k, v in metric(output).items()}
+        torch.testing.assert_close(made[key], wanted)
+
+
+def test_a_metric_that_gives_other_words_for_other_variants_is_refused():
+    torch.manual_seed(0)
+    prog = rl.capture(GivesTwoInSomeOrder(), torch.randn(2, 4))
+
+    def metric(output):
+        total = output["b"].sum().item()
+        return ("up" if total > 0 else "down", total)
+
+    with pytest.raises(rl.ReplaylensError, match=r"(one structure for all variants|another structure)"):
+        rl.sweep(prog, variants={number: {"l": rl.Add(number)} for number in (-5.0, 5.0)}, metric=metric)

@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .._ir.graph import Graph
 from .._ir.memory import keep_freed_memory, version_of, with_layout_of
 from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, filled, refs_in, with_leaves
 from .._ir.torch_private import pytree
-from .._ir.trees import freeze_deep, keyed_items, leaves, map_leaves, thaw, walk
+from .._ir.trees import freeze_deep, keyed_items, leaves, map_leaves, named_items, thaw, walk
 from .._ir.validate import require_lawful
 from .._replay.guards import Departure, RerunRequired
 from .._replay.record import Cache, Record, Versions
@@ -297,25 +297,65 @@ def as_tensors(result: Any) -> Any:
 
 def stacked_results(results: Sequence[Any]) -> Any:
     """Results of one structure as one, whose tensors and numbers have a new first axis."""
-    columns: list[list[torch.Tensor]] = []
-    tree: Any = None
-    for result in reversed([as_tensors(result) for result in results]):
-        column: list[torch.Tensor] = []
-        tree = freeze_deep(result, partial(_slot, column))
-        columns.insert(0, column)
-    if not columns[0]:
+    found = [structure_of(as_tensors(result)) for result in results]
+    (tree, column), columns = found[0], [held for _, held in found]
+    if not any(isinstance(leaf, torch.Tensor) for leaf in column.values()):
         raise BadMetric(f"a metric must give tensors or numbers, not {type(results[0]).__name__}.")
-    stacks = [torch.stack(several) for several in zip(*columns, strict=True)]
-    return thaw(tree, lambda leaf: stacks[leaf.number] if type(leaf) is TensorSlot else leaf)
+    for other, result in zip(columns, results, strict=True):
+        if not have_one_structure(column, other):
+            raise BadMetric(f"a metric must give one structure for all variants, not {results[0]!r} and {result!r}.")
+    stacks: dict[Path, Any] = {}
+    for path, leaf in column.items():
+        if isinstance(leaf, torch.Tensor):
+            several = in_common_dtype([held[path] for held in columns])
+            if several is None:
+                raise BadMetric(f"a metric must give one dtype: no dtype holds all of {[c[path] for c in columns]}.")
+            stacks[path] = torch.stack(several)
+    return thaw(tree, lambda leaf: stacks[leaf.path] if type(leaf) is TensorSlot else leaf)
 
 
-def _slot(column: list[torch.Tensor], tensor: torch.Tensor) -> TensorSlot:
-    column.append(tensor.detach())
-    return TensorSlot(len(column) - 1)
+Path = tuple[Any, ...]
+
+
+def structure_of(result: Any) -> tuple[Any, dict[Path, Any]]:
+    """A result as a tree whose tensors are TensorSlots, and its leaves by path: the order of keys does not matter."""
+    tensors: list[torch.Tensor] = []
+
+    def slot(tensor: torch.Tensor) -> TensorSlot:
+        tensors.append(tensor.detach())
+        return TensorSlot((len(tensors) - 1,))
+
+    tree = freeze_deep(result, slot)
+    paths = list(walk(tree, named_items))
+    held = {path: tensors[leaf.path[0]] if type(leaf) is TensorSlot else leaf for path, leaf in paths}
+    slots = iter([path for path, leaf in paths if type(leaf) is TensorSlot])
+    return map_leaves(tree, lambda leaf: TensorSlot(next(slots)) if type(leaf) is TensorSlot else leaf), held
+
+
+def have_one_structure(one: dict[Path, Any], other: dict[Path, Any]) -> bool:
+    """True if two results have leaves at the same paths: tensors of one shape, or equal objects."""
+    if one.keys() != other.keys():
+        return False
+    pairs = [(leaf, other[path]) for path, leaf in one.items()]
+    return all(
+        isinstance(b, torch.Tensor) and a.shape == b.shape
+        if isinstance(a, torch.Tensor)
+        else type(a) is type(b) and a == b
+        for a, b in pairs
+    )
+
+
+def in_common_dtype(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The tensors in one dtype that holds their numbers exactly; None if there is none."""
+    wide = reduce(torch.promote_types, dict.fromkeys([tensor.dtype for tensor in tensors]))
+    made = [tensor.to(wide) for tensor in tensors]
+    pairs = zip(tensors, made, strict=True)
+    kept = (old.dtype is wide or torch.equal(new.to(old.dtype), old) for old, new in pairs)
+    return made if all(kept) else None
 
 
 @frozen
 class TensorSlot:
     """The place of a tensor in a tree."""
 
-    number: int
+    path: Path

@@ -36,10 +36,15 @@ from .._replay.supply import Run
 from ..errors import CaptureError, DivergedReplay, ReplaylensError
 from .batch_runner import (
     Batch,
+    Path,
     Replays,
+    TensorSlot,
     as_tensors,
+    have_one_structure,
+    in_common_dtype,
     progress_bar,
     stacked_results,
+    structure_of,
     variants_of,
     why_impure,
     with_fixed_masks,
@@ -334,39 +339,36 @@ def copied_output(output: Any) -> Any:
 
 def _with_result(values: Any, number: int, result: Any, key: Any) -> Any:
     """The results with one variant's own in its place."""
-    stacks, mine = [tensors_in(tree) for tree in (values, as_tensors(result))]
-    if [tuple(stack.shape[1:]) for stack in stacks] != [tuple(one.shape) for one in mine]:
-        raise _unlike_others(key, "shapes", [tuple(one.shape) for one in mine], [tuple(s.shape[1:]) for s in stacks])
-    made = [_common_dtype(stack, one) for stack, one in zip(stacks, mine, strict=True)]
-    if None in made:
-        raise _unlike_others(key, "dtypes", [one.dtype for one in mine], [stack.dtype for stack in stacks])
-    if any(new is not stack for new, stack in zip(made, stacks, strict=True)):
-        rest = iter(made)
-        values = thaw(freeze_deep(values, lambda _: _Slot(next(rest))), lambda leaf: getattr(leaf, "tensor", leaf))
-    for stack, one in zip(made, mine, strict=True):
-        stack[number] = one  # type: ignore[index]
-    return values
+    (tree, stacks), (_, mine) = structure_of(values), structure_of(as_tensors(result))
+    others = {path: leaf[0] if isinstance(leaf, torch.Tensor) else leaf for path, leaf in stacks.items()}
+    if not have_one_structure(others, mine):
+        raise _unlike_others(key, "shapes", mine, others)
+    made = dict(stacks)
+    for path, stack in stacks.items():
+        if isinstance(stack, torch.Tensor):
+            common = in_common_dtype((stack, mine[path]))
+            if common is None:
+                raise _unlike_others(key, "dtypes", mine, others)
+            made[path], one = common
+            made[path][number] = one
+    if all(made[path] is stack for path, stack in stacks.items()):
+        return values
+    return thaw(tree, lambda leaf: made[leaf.path] if type(leaf) is TensorSlot else leaf)
 
 
-@frozen(eq=False)
-class _Slot:
-    tensor: Any
+def _unlike_others(key: Any, what: str, mine: dict[Path, Any], others: dict[Path, Any]) -> DivergedReplay:
+    def facts(leaves: dict[Path, Any]) -> Any:
+        tensors = [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
+        return [tuple(tensor.shape) if what == "shapes" else tensor.dtype for tensor in tensors]
 
-
-def _common_dtype(stack: torch.Tensor, one: torch.Tensor) -> torch.Tensor | None:
-    """The stack in a dtype that holds its numbers and those of another result exactly; None if there is none."""
-    if stack.dtype is one.dtype:
-        return stack
-    wide = torch.promote_types(stack.dtype, one.dtype)
-    kept = [torch.equal(part.to(wide).to(part.dtype), part) for part in (stack, one)]
-    return stack.to(wide) if all(kept) else None
-
-
-def _unlike_others(key: Any, what: str, mine: list[Any], others: list[Any]) -> DivergedReplay:
+    text = (
+        f"gives tensors of the {what} {facts(mine)}, where the others give {facts(others)}"
+        if facts(mine) != facts(others)
+        else "gives another structure than the others"
+    )
     return DivergedReplay(
-        f"the variant {key!r} leaves the recorded path and gives tensors of the {what} {mine}, where the others "
-        f"give {others}: they cannot be stacked.\n"
-        f"Pass a metric that gives one {what[:-1]}, or replay this variant alone."
+        f"the variant {key!r} leaves the recorded path and {text}: they cannot be stacked.\n"
+        "Pass a metric that gives the same for all, or replay this variant alone."
     )
 
 
