@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from math import inf
 
 import numpy as np
@@ -674,3 +675,69 @@ def test_a_metric_that_gives_other_words_for_other_variants_is_refused():
 
     with pytest.raises(rl.ReplaylensError, match=r"(one structure for all variants|another structure)"):
         rl.sweep(prog, variants={number: {"l": rl.Add(number)} for number in (-5.0, 5.0)}, metric=metric)
+
+
+# ---- functions that keep something -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, inf], ids=["stacked", "replayed"])
+@pytest.mark.parametrize("at", [("linear_1",), ("linear_1", "relu_1")], ids=["one site", "two sites"])
+def test_a_patch_function_may_fill_one_tensor_again_and_again(at, share):
+    prog, *_ = _lesions()
+    kept = torch.empty(3, 4)
+
+    def scaled(factor):
+        return lambda value: kept.copy_(value.detach() * factor)
+
+    variants = {(site, factor): {site: scaled(factor)} for site in at for factor in (0.0, 1.0, 2.0, 3.0)}
+    with stacking_costs(share):
+        made = rl.sweep(prog, variants=variants, metric=torch.sum)
+    assert _one_by_one(prog, variants) == _as_numbers(made)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1], ids=["draws nothing", "draws itself"])
+def test_a_patch_function_draws_from_the_users_generator(rate):
+    """In each pass, and in each sweep, other numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate) if rate else nn.ReLU(), nn.Linear(8, 8)).train()
+    prog = rl.capture(model, torch.randn(4, 8))
+    variants = {number: {"linear_1": lambda value: value + torch.randn(value.shape)} for number in range(20)}
+    torch.manual_seed(7)
+    first, second = (rl.sweep(prog, variants=variants, metric=torch.sum, memory=1000.0) for _ in range(2))
+    assert first.plan().passes > 1 or first.plan().replayed
+    assert len({*first.values.tolist(), *second.values.tolist()}) == 40
+    torch.manual_seed(7)
+    torch.testing.assert_close(rl.sweep(prog, variants=variants, metric=torch.sum, memory=1000.0).values, first.values)
+
+
+def test_a_metric_may_fill_one_tensor_again_and_again():
+    prog, early, _ = _lesions()
+    kept = torch.zeros(2)
+
+    def metric(output):
+        kept[0], kept[1] = output.sum().item(), output.max().item()
+        return kept
+
+    made = rl.sweep(prog, variants=early, metric=metric)
+    for key, patch in early.items():
+        torch.testing.assert_close(made[key], metric(prog.replay(patch=patch).output))
+    torch.testing.assert_close(made.baseline, metric(prog.output))
+
+
+def test_a_metric_of_complex_numbers():
+    prog, early, _ = _lesions()
+
+    def metric(output):
+        return output.sum().item(), complex(output[0, 0].item(), 1.0)
+
+    made = rl.sweep(prog, variants=early, metric=metric)
+    for key, patch in early.items():
+        wanted = metric(prog.replay(patch=patch).output)
+        assert [part.item() for part in made[key]] == [pytest.approx(part, rel=1e-6) for part in wanted]
+
+
+@pytest.mark.parametrize("other", [lambda y: y.mean(0).numpy(), lambda y: Fraction(1, 3)], ids=["array", "fraction"])
+def test_what_is_neither_a_tensor_nor_a_number_is_refused_beside_one(other):
+    prog, early, _ = _lesions()
+    with pytest.raises(rl.BadMetric, match="a metric must give tensors or numbers, not (ndarray|Fraction)"):
+        rl.sweep(prog, variants=early, metric=lambda output: (output.sum().item(), other(output.detach())))

@@ -605,6 +605,13 @@ def is_by_number(what: Any) -> bool:
     return isinstance(what, (torch.Tensor, ValueSource, Set, Zero, From, Add, Scale, Clamp))
 
 
+def calls_functions(what: Any) -> bool:
+    """True if a function of the user's computes it: it may draw, or return a tensor that it writes again."""
+    if isinstance(what, (list, Chain)):
+        return any(map(calls_functions, what.patches if isinstance(what, Chain) else what))
+    return isinstance(what, Apply) or (callable(what) and not isinstance(what, (Patch, ValueSource, torch.Tensor)))
+
+
 def _flat(patch: Patch) -> tuple[Patch, ...]:
     return patch.patches if isinstance(patch, Chain) else (patch,)
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
+from numbers import Number
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .._ir.graph import Graph
 from .._ir.memory import keep_freed_memory, version_of, with_layout_of
 from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, filled, refs_in, with_leaves
 from .._ir.torch_private import pytree
-from .._ir.trees import freeze_deep, keyed_items, leaves, map_leaves, named_items, thaw, walk
+from .._ir.trees import freeze_deep, is_array, keyed_items, leaves, map_leaves, named_items, thaw, walk
 from .._ir.validate import require_lawful
 from .._replay.guards import Departure, RerunRequired
 from .._replay.record import Cache, Record, Versions
@@ -290,6 +291,12 @@ def as_tensors(result: Any) -> Any:
             value = value.item()  # a number of numpy's
         if type(value) is float:
             return torch.tensor(value, dtype=torch.float64)
+        if type(value) is complex:
+            return torch.tensor(value, dtype=torch.complex128)
+        is_tensor = isinstance(value, torch.Tensor)
+        is_other = isinstance(value, Number) or is_array(type(value))  # type: ignore[arg-type]
+        if is_other and not is_tensor and type(value) not in (int, bool):
+            raise BadMetric(f"a metric must give tensors or numbers, not {type(value).__name__}.")
         return torch.tensor(value) if type(value) in (int, bool) else value
 
     return pytree.tree_map(leaf, result)

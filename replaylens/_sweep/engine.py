@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
-from .._edit.patch import is_by_number, keeps_layout
+from .._edit.patch import calls_functions, is_by_number, keeps_layout
 from .._ir.memory import overlaps_itself, with_layout_of
 from .._ir.node import Context, Guard, Input, Ref, filled, refs_in
 from .._replay.flag_guards import OuterModes, ReplacedValues, has_input_attributes
@@ -23,6 +23,7 @@ from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_environment
 from .._replay.layout_guards import LayoutReaders, geometry, layout_departures
 from .._replay.request import Change
+from .._replay.rng_stream import as_the_user
 from .alignment import Alignment
 from .batched_ops import BatchedOp, RowsDiffer, ShapesDeparted
 from .prepared_program import WORTH_PACKING, PreparedProgram, Rows, row_view
@@ -299,6 +300,8 @@ class _Chunk:
                     if (departure := self._metadata_departure(lane, change, slot, new)) is not None:
                         self._drop((lane,), {lane: departure}.__getitem__)
                         continue
+                    if calls_functions(change.what):
+                        new = new.clone()  # the next call of the function may fill the same memory
                     news.setdefault(slot, []).append((lane, new.detach() if new.requires_grad else new))
         for slot, pairs in news.items():
             recorded = program.values[slot]
@@ -316,6 +319,12 @@ class _Chunk:
             self._keep(slot, fresh if left is None else joined(left, fresh, recorded), recorded)
 
     def _changed(self, lane: int, change: Change) -> list[tuple[int, Tensor]]:
+        if not (self.program.draws and calls_functions(change.what)):
+            return self._made(lane, change)
+        with as_the_user():
+            return self._made(lane, change)
+
+    def _made(self, lane: int, change: Change) -> list[tuple[int, Tensor]]:
         if type(change.tree) is Ref:
             slot = self.program.slot[change.tree]
             value = self._value_as_it_lay(slot, lane)

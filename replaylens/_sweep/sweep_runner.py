@@ -198,7 +198,7 @@ class BatchedSweep:
 
     def _measured(self, output: Any) -> Any:
         with torch.no_grad():
-            return output if self.metric is None else self.metric(copied_output(output))
+            return output if self.metric is None else copied_output(self.metric(copied_output(output)))
 
     def _replays(self, values: Any, baseline: Any) -> Replays:
         names = dict.fromkeys(Label.of(name).layer for name in self.batch.program.alone)
@@ -333,7 +333,9 @@ _ALIASED = "patched there, a gradient that the model takes itself changes, or a 
 
 
 def copied_output(output: Any) -> Any:
-    """A copy of the output in its own memory: a metric may write to it, and may keep the recorded one besides."""
+    """A copy of the output in its own memory: a metric may write to it, and may keep the recorded one besides. So may
+    it write what it gave once more.
+    """
     return thaw(freeze_deep(output, lambda tensor: tensor.detach().clone()), lambda leaf: leaf)
 
 
