@@ -739,5 +739,30 @@ def test_a_metric_of_complex_numbers():
 @pytest.mark.parametrize("other", [lambda y: y.mean(0).numpy(), lambda y: Fraction(1, 3)], ids=["array", "fraction"])
 def test_what_is_neither_a_tensor_nor_a_number_is_refused_beside_one(other):
     prog, early, _ = _lesions()
-    with pytest.raises(rl.BadMetric, match="a metric must give tensors or numbers, not (ndarray|Fraction)"):
+    with pytest.raises(rl.BadMetric, match=r"a metric must give tensors or numbers, not (ndarray|Fraction)"):
         rl.sweep(prog, variants=early, metric=lambda output: (output.sum().item(), other(output.detach())))
+
+
+def test_patch_functions_may_hand_a_value_on():
+    """As two hooks do, by what both refer to."""
+    prog, *_ = _lesions()
+    kept = {}
+
+    def keep(value):
+        kept["before"] = value
+        return value
+
+    variants = {
+        number: {"linear_1": rl.Add(number) >> rl.Apply(keep), "relu_1": lambda value: F.gelu(kept["before"])}
+        for number in (-1.0, 0.0, 1.0)
+    }
+    made = rl.sweep(prog, variants=variants, metric=torch.sum)
+    assert _one_by_one(prog, variants) == _as_numbers(made)
+    assert "linear_1_1: one patch function may read what another one kept" in made.one_by_one
+
+
+def test_plain_functions_at_several_places_are_stacked():
+    prog, *_ = _lesions()
+    variants = {n: {"linear_1": lambda v, n=n: v * n, "relu_1": torch.tanh} for n in range(3)}
+    made = rl.sweep(prog, variants=variants, metric=torch.sum)
+    assert _one_by_one(prog, variants) == _as_numbers(made) and made.one_by_one == ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -610,6 +611,34 @@ def calls_functions(what: Any) -> bool:
     if isinstance(what, (list, Chain)):
         return any(map(calls_functions, what.patches if isinstance(what, Chain) else what))
     return isinstance(what, Apply) or (callable(what) and not isinstance(what, (Patch, ValueSource, torch.Tensor)))
+
+
+def may_keep_values(what: Any) -> bool:
+    """True if a function of the user's in it may keep what it is given, for another function to read: unless it is
+    plain code that refers to modules, classes and numbers alone.
+    """
+    if isinstance(what, (list, Chain)):
+        return any(map(may_keep_values, what.patches if isinstance(what, Chain) else what))
+    function = what.fn if isinstance(what, Apply) else what
+    if not calls_functions(what) or isinstance(function, (BuiltinFunctionType, type)):
+        return False
+    if not isinstance(function, FunctionType):
+        return True
+    known, code = function.__globals__, function.__code__
+    held = [*[known[name] for name in code.co_names if name in known], *(function.__defaults__ or ())]
+    is_nested = bool(function.__closure__) and any(map(_holds_much, function.__closure__ or ()))
+    is_nested |= any(isinstance(constant, CodeType) for constant in code.co_consts)
+    return is_nested or not all(isinstance(one, _KEEPERS_OF_NOTHING) for one in held)
+
+
+def _holds_much(cell: CellType) -> bool:
+    try:
+        return not isinstance(cell.cell_contents, _KEEPERS_OF_NOTHING)
+    except ValueError:  # not set yet
+        return True
+
+
+_KEEPERS_OF_NOTHING = (ModuleType, type, BuiltinFunctionType, int, float, complex, str, torch.dtype, type(None))
 
 
 def _flat(patch: Patch) -> tuple[Patch, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from .._edit.patch import keeps_layout
+from .._edit.patch import calls_functions, keeps_layout, may_keep_values
 from .._ir.equality import same_content
 from .._ir.graph import Graph
 from .._ir.interrupts import restoring_modes
@@ -89,6 +89,7 @@ class BatchedSweep:
             self._exclude(
                 [n for n, each in enumerate(self.changes) if not is_batchable(graph, aliased, each)], _ALIASED
             )
+        self._exclude([n for n, each in enumerate(self.changes) if _may_hand_on(each)], _HANDS_ON)
         self._exclude_above([call.name for call in graph.flag_readers], _ASKS_GRAD)
         self._exclude_above(_quantized(graph), _QUANTIZED)
         self.unbatchable |= {n for n, each in enumerate(self.changes) if any(hazards_of_changes(graph, each))}
@@ -329,7 +330,16 @@ _ON_A_SCALE = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2
 _QUANTIZED = "patched there, quantised values have another scale"
 _SHIFTING = "patched there, a draw takes more or fewer random numbers, and later draws shift"
 _ASKS_GRAD = "a custom function behind it asks whether gradients are needed, and a batch runs without"
+_HANDS_ON = "one patch function may read what another one kept"
 _ALIASED = "patched there, a gradient that the model takes itself changes, or a view is detached from its base"
+
+
+def _may_hand_on(changes: Changes) -> bool:
+    """True if several functions of one variant may hand something on to each other: in a pass, those of all variants at
+    one place run before those at the next.
+    """
+    of_functions = [each for each in changes.values() if any(calls_functions(change.what) for change in each)]
+    return len(of_functions) > 1 and any(may_keep_values(change.what) for each in of_functions for change in each)
 
 
 def copied_output(output: Any) -> Any:
