@@ -75,7 +75,7 @@ class MemorySavingTracer(Tracer):
             dropper.drop_when_due()
         out = super()._fresh(rule, func, args, depth + 1, kwargs)
         if type(out) is _Tensor:
-            dropper.new_bytes += out.nbytes
+            dropper.new_bytes += _bytes_of(out)
             dropper.counted = len(self.recording.values)
         return out
 
@@ -164,9 +164,7 @@ class ValueDropper:
         """Drops what has died, if new values fill enough memory by now."""
         values = self.recording.values
         for number in range(self.counted, len(values)):
-            value = _raw_value(values, number)
-            if type(value) is not _Parameter:  # which stays whatever happens
-                self.new_bytes += getattr(value, "nbytes", PATIENCE)
+            self.new_bytes += _bytes_of(_raw_value(values, number))
         self.counted = len(values)
         if self.new_bytes >= PATIENCE:
             self.new_bytes = 0
@@ -329,8 +327,10 @@ _raw_value = list.__getitem__  # of the recorded values, also of one that was dr
 
 
 def _bytes_of(value: Any) -> int:
-    """The size of a recorded value; parameters stay whatever happens."""
-    return 0 if type(value) is _Parameter else getattr(value, "nbytes", 0)
+    """The size of a recorded value; parameters stay whatever happens, and of sparse tensors it is not known."""
+    if type(value) is _Parameter or type(value) is Freed:
+        return 0
+    return value.nbytes if value.layout is torch.strided else PATIENCE
 
 
 def _has_other_aliases(tensor: torch.Tensor) -> bool:
