@@ -48,7 +48,7 @@ class Plan:
         ways = [f"{_counted(self.variants - len(self.replayed))} in {count} of up to {self.largest_pass}"]
         if self.replayed:
             names, more = ", ".join(self.replayed_from[:3]), len(self.replayed_from) - 3
-            where = names + (f" and {more} more layers" if more > 0 else "")
+            where = names + (f" and {more} more layer{'s' * (more > 1)}" if more > 0 else "")
             replayed = f"{_counted(len(self.replayed))} replayed one by one, which costs less, from {where}"
             ways = [*(ways if self.passes else ()), replayed]
         return f"{', '.join(ways)}: {cost}, {self.peak_bytes / 1e6:.3g} MB at a time"
