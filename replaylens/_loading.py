@@ -11,12 +11,14 @@ _collects = gc.isenabled()
 try:
     gc.disable()
     from . import program as program
+    from ._capture.snapshot import is_frozen
     from ._study import attribution as attribution, paths as paths, sweep as sweep
     from ._sweep import batch_runner as batch_runner
     from ._view import overlays as overlays, theme as theme
+
+    if _collects and not is_frozen():  # nobody else has frozen objects, which would be unfrozen here
+        gc.freeze()
+        gc.unfreeze()
 finally:
     if _collects:
-        if not gc.get_freeze_count():  # nobody else has frozen objects, which would be unfrozen here
-            gc.freeze()
-            gc.unfreeze()
         gc.enable()

@@ -646,6 +646,44 @@ def makes_what_it_asks_for(x):
     return torch.Tensor(2, (x > 0).sum()).shape[1] if isinstance(x, torch.Tensor) else 0
 
 
+def makes_by_handing_on(x):
+    from torch import FloatTensor
+
+    count = (x > 0).sum()
+    return made_by(FloatTensor, count).shape[1]  # Python 3.13 loads both at once
+
+
+def makes_by_a_pair_of_names(x):
+    from torch import FloatTensor
+
+    count = (x > 0).sum()
+    make, size = FloatTensor, count
+    return make(2, size).shape[1]
+
+
+def makes_after_a_question(x):
+    from torch import FloatTensor
+
+    count = (x > 0).sum()
+    return isinstance(x, FloatTensor) and made_of(count, FloatTensor).shape[1]
+
+
+def makes_beside_a_question(x):
+    from torch import FloatTensor
+
+    count = (x > 0).sum()
+    made = lambda asks, make: make(2, count)  # noqa: E731
+    return made(isinstance, FloatTensor).shape[1]
+
+
+def made_by(make, count):
+    return make(2, count)
+
+
+def made_of(count, make):
+    return make(2, count)
+
+
 @pytest.mark.parametrize("makes", [one for name, one in globals().items() if name.startswith("makes_")])
 def test_a_size_that_a_hidden_constructor_reads_is_a_guard(makes):
     few, many = torch.tensor([-1.0, 2.0, -3.0]), torch.tensor([1.0, 2.0, 3.0])
@@ -662,7 +700,12 @@ def asks_only(x):
     from torch import Tensor
 
     known = isinstance(x, Tensor), isinstance(x, (int, torch.Tensor)), type(x) is Tensor, issubclass(bool, Tensor)
-    return x * sum(known)
+    parts = (
+        isinstance([x][0], (int, Tensor, str)),
+        isinstance(abs(x), Tensor),
+        isinstance(x.sin(), Tensor) and sum([]) == 0,
+    )
+    return x * sum(known) * sum(parts)
 
 
 def test_a_model_that_only_asks_for_tensors_is_not_looked_at_twice():

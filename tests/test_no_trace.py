@@ -541,6 +541,12 @@ def test_the_import_leaves_the_collector_as_it_was(state):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_import_does_not_have_the_collector_traverse_what_it_makes():
+    code = "import gc, torch; found = []; gc.collect(); gc.callbacks.append(lambda *event: found.append(event)); "
+    code += "import replaylens; made = [[] for _ in range(50)]; gc.callbacks.clear(); raise SystemExit(len(found))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_capture_under_a_transform_of_the_users_is_right_or_refused():
     def slope(x):
         return rl.capture(torch.sin, x).output.sum()

@@ -7,8 +7,8 @@ them. A step is an instruction that does something; auxiliary instructions belon
     step 0      | step 1, as all up to its own caches  | step 2
 
 So a jump to 10 leads to step 2, and a frame at 8 is in step 1. Python 3.10 to 3.13 spell some steps in two ways (`COPY`
-was `DUP_TOP`): the sets of names here hold both. Where bytecode is ambiguous the answer is the conservative one: the
-code asks, reads, catches.
+was `DUP_TOP`): the sets of names here hold both. `LOAD_FAST_LOAD_FAST` of 3.13 is two steps. Where bytecode is
+ambiguous the answer is the conservative one: the code asks, reads, catches.
 
 The functions of the user that a forward may run: those of the classes of its modules, and the functions that running
 code refers to.
@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import dis
 import linecache
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain, dropwhile, pairwise, repeat, takewhile
+from itertools import accumulate, chain, dropwhile, pairwise, repeat
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -69,8 +70,16 @@ def steps_of(code: CodeType) -> Bytecode:
         numbers[one.offset] = len(steps)
         if one.opname not in _PARTS:
             to = one.argval if one.opcode in _JUMPS else None
-            steps.append(CodeStep(one.opname, one.arg or 0, one.argval, to, one.offset, positions[one.offset // 2]))
+            for name, value in _single(one.opname, one.argval):
+                steps.append(CodeStep(name, one.arg or 0, value, to, one.offset, positions[one.offset // 2]))
     return Bytecode(steps, numbers)
+
+
+def _single(name: str, value: Any) -> list[tuple[str, Any]]:
+    """The instructions that Python joined into one, each with the local variable that it is about."""
+    if type(value) is not tuple or "_FAST_" not in name:
+        return [(name, value)]
+    return list(zip(re.findall("(?:LOAD|STORE)_FAST", name), value, strict=True))
 
 
 def _positions(code: CodeType) -> list[Any]:
@@ -156,10 +165,7 @@ def rebinds(code: CodeType, instruction: int) -> bool:
     before, after = steps[at - 1], steps[at + 1]
     if not before.name.startswith("LOAD_FAST"):
         return False
-    if not after.name.startswith("STORE_FAST"):
-        return after.name == "RETURN_VALUE"
-    given = before.value[-1] if isinstance(before.value, tuple) else before.value
-    return bool(given == (after.value[0] if isinstance(after.value, tuple) else after.value))
+    return after.name == "RETURN_VALUE" or (after.name == "STORE_FAST" and bool(after.value == before.value))
 
 
 _CALLS = frozenset(("CALL", "CALL_FUNCTION", "CALL_METHOD"))
@@ -208,12 +214,28 @@ def _is_only_compared(steps: Sequence[CodeStep], at: int) -> bool:
     rest = [*dropwhile(lambda one: one.name.startswith("LOAD_"), after)]
     if len(rest) < len(after) and rest[:1] and rest[0].name != "BUILD_TUPLE":  # not further classes, then
         return False
-    call = next((one for one in rest if one.name not in ("BUILD_TUPLE", "PRECALL")), None)
-    before = takewhile(lambda one: not one.name.startswith(("STORE_", "POP_", "RETURN_")), reversed(steps[:at][-8:]))
-    asks = any(one.value in ("isinstance", "issubclass") for one in before)
-    return asks and call is not None and call.name in _CALLS and call.arg == 2
+    end = next((n for n in range(at + 1, len(steps)) if not steps[n].name.startswith(("LOAD_", "BUILD_TUPLE"))), at)
+    asks = next((n for n in range(at, max(at - _MAX_ARGUMENTS, -1), -1) if steps[n].value in _ASKS), None)
+    is_call_of_two = steps[end].name in _CALLS and steps[end].arg == 2
+    return asks is not None and is_call_of_two and _pushes(steps[asks + 1 : end], 2)
 
 
+def _pushes(steps: Sequence[CodeStep], count: int) -> bool:
+    """True if steps leave so many more items on the stack, and what was there before untouched. With a jump: False."""
+    heights = [*accumulate(map(_growth, steps), initial=0)]
+    return heights[-1] == count and min(heights) == 0 and all(step.target is None for step in steps)
+
+
+def _growth(step: CodeStep) -> int:
+    """How many items a step, other than a jump, leaves on the stack, less those that it takes from there."""
+    code = dis.opmap[step.name]
+    if "PRECALL" in dis.opmap and step.name == "CALL":  # in Python 3.11 the other removes the arguments
+        return -1 - step.arg
+    return dis.stack_effect(code, step.arg if code >= dis.HAVE_ARGUMENT else None)
+
+
+_ASKS = ("isinstance", "issubclass")
+_MAX_ARGUMENTS = 20  # steps that make the arguments of such a question
 _COMPARES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR"))
 
 
