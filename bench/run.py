@@ -189,7 +189,7 @@ def planning(prog: rl.Program) -> Iterator[tuple[str, float]]:
 
 def site_seconds(prog: rl.Program, most: int = 40) -> Iterator[float]:
     """What a first replay at a site costs beyond a later one, for sites in the first half of a program."""
-    names = [call.name for call in prog.graph.calls]
+    names = [call.name for call in prog.graph.calls if len(call.spec) == 1 and call.spec[0].dtype.is_floating_point]
     for name in names[: len(names) // 2][:: max(1, len(names) // 2 // most)]:
         patched = measure.clock(lambda name=name: prog.replay(patch={name: rl.Scale(0.5)}))
         first, _, later = patched(), patched(), patched()
