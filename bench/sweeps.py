@@ -32,7 +32,7 @@ def main() -> None:
     rows = [("", "variants", "hooks", "replaylens", "first time", "budget", "largest error")]
     jobs: list[Callable[[], tuple]] = [mlp, resnet, small_attention, small_convolutions]
     if not options.quick:
-        jobs = [lambda: gpt2("sdpa", 80), lambda: gpt2("eager", 85), *jobs]
+        jobs = [lambda: gpt2("sdpa", 46), lambda: gpt2("eager", 46), *jobs]
     for job in jobs:
         rows.append(job())
         print("  ".join(map(str, rows[-1])), file=sys.stderr)
@@ -145,7 +145,7 @@ def mlp() -> tuple[object, ...]:
 
     wanted = {layer: hooked(layer) for layer in (0, 77, 199)}
     return measured(
-        "MLP-200: patch per layer", lambda: model(inputs[1]), lambda: rl.sweep(bad, variants=variants), wanted, 10, 9
+        "MLP-200: patch per layer", lambda: model(inputs[1]), lambda: rl.sweep(bad, variants=variants), wanted, "8 (first 15)", 9
     )
 
 
