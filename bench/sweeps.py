@@ -145,7 +145,12 @@ def mlp() -> tuple[object, ...]:
 
     wanted = {layer: hooked(layer) for layer in (0, 77, 199)}
     return measured(
-        "MLP-200: patch per layer", lambda: model(inputs[1]), lambda: rl.sweep(bad, variants=variants), wanted, "8 (first 15)", 9
+        "MLP-200: patch per layer",
+        lambda: model(inputs[1]),
+        lambda: rl.sweep(bad, variants=variants),
+        wanted,
+        "8 (first 15)",
+        9,
     )
 
 
