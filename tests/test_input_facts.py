@@ -888,6 +888,7 @@ class Held:
 
 class Count(IntEnum):
     ONE = 1
+    __str__ = int.__repr__  # as from Python 3.11 on
 
 
 def twice(value: Any) -> tuple[Any, Any]:
