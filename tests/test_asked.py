@@ -567,6 +567,13 @@ def hides_by_a_string(x):
         return bool(x.sum() > 0)
 
 
+def hides_by_a_word_in_a_tuple(x):
+    for word in ("DisableTorchFunction",):
+        with getattr(torch._C, word)():
+            positive = bool(x.sum() > 0)
+    return positive
+
+
 def hides_in_a_lambda(x):
     return (lambda: hides_by_a_name(x))() if x.dim() else (lambda off=Off: off())()
 
@@ -640,6 +647,12 @@ def makes_by_an_import(x):
     from torch import FloatTensor as make
 
     return make(2, (x > 0).sum()).shape[1]
+
+
+def makes_by_a_word_in_a_tuple(x):
+    for word in ("LongTensor", "FloatTensor"):
+        size = getattr(torch, word)(2, (x > 0).sum()).shape[1]
+    return size
 
 
 def makes_what_it_asks_for(x):

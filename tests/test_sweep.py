@@ -766,3 +766,15 @@ def test_plain_functions_at_several_places_are_stacked():
     variants = {n: {"linear_1": lambda v, n=n: v * n, "relu_1": torch.tanh} for n in range(3)}
     made = rl.sweep(prog, variants=variants, metric=torch.sum)
     assert _one_by_one(prog, variants) == _as_numbers(made) and made.one_by_one == ()
+
+
+def test_a_given_tensor_is_as_it_was_when_its_variant_began():
+    """A function of a later variant fills it."""
+    prog, *_ = _lesions()
+    given = torch.ones(3, 4)
+    fills = lambda value: given.fill_(100.0) * 0 + value.detach()  # noqa: E731
+    variants = {"set": {"linear_1": rl.Set(given)}, "fills": {"linear_1": fills}}
+    wanted = _one_by_one(prog, variants)
+    given.fill_(1.0)
+    with stacking_costs(0.0):
+        assert wanted == _as_numbers(rl.sweep(prog, variants=variants, metric=torch.sum))

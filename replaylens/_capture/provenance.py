@@ -35,7 +35,7 @@ from ..errors import UnsupportedModel
 from .recording import Addresses
 from .scopes import addresses, module_table, other_addresses
 from .snapshot import ModuleContents, ModuleDicts, collect_new, is_frozen, set_aside, set_back
-from .user_code import closure_values, identifiers, may_call_any_of, referenced_by, user_function
+from .user_code import closure_values, identifiers, may_call_any_of, referenced_by, user_function, words_in_tuples
 
 _MOST = 10_000  # objects that are searched
 _PYTHONS_OWN = frozenset(("builtins", "itertools", "collections"))
@@ -547,7 +547,7 @@ def _calls_script(thing: Any, depth: int, seen: set[int]) -> bool:
     if function is None or id(function) in seen or (function.__module__ or "").startswith("torch"):
         return False
     seen.add(id(function))
-    names = identifiers(function.__code__)
+    names = identifiers(function.__code__) | words_in_tuples(function.__code__)
     if not _HIDING.isdisjoint(names) or may_call_any_of(function.__code__, _HIDDEN):
         _require_seen(function, names)
         return True

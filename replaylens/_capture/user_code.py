@@ -192,7 +192,21 @@ def may_call_any_of(code: CodeType, names: frozenset[str]) -> bool:
     """True if code, or code nested in it, may call something by one of these names, at once or by another name later:
     it does more with it than compare it, read an attribute of it, or ask `isinstance`.
     """
+    if not names.isdisjoint(words_in_tuples(code)):
+        return True  # for `getattr`
     return not names.isdisjoint(identifiers(code)) and any(_may_call(one, names) for one in nested_code(code))
+
+
+@lru_cache(maxsize=4096)
+def words_in_tuples(code: CodeType) -> frozenset[str]:
+    """The strings in constant tuples of code and of nested code, except those that say what an `import` is of."""
+    found: set[str] = set()
+    for inner in nested_code(code):
+        for step, after in pairwise((*steps_of(inner).steps, None)):
+            is_imported = after is not None and after.name == "IMPORT_NAME"
+            if step is not None and isinstance(step.value, (tuple, frozenset)) and not is_imported:
+                found.update(word for word in step.value if type(word) is str)
+    return frozenset(found)
 
 
 def _may_call(code: CodeType, names: frozenset[str]) -> bool:

@@ -104,6 +104,7 @@ class _Chunk:
         self.env: list[Delta | None] = [None] * len(program.values)
         self.restricted_pairs: dict[tuple[int, Rows], Any] = {}  # pairs that were cut to a demand already
         self.dropped: set[int] = set()
+        self.runs_functions = any(calls_functions(change.what) for one in variants for _, change in one.changes)
         self.starts: dict[int, list[tuple[int, Change]]] = {}
         for variant in variants:
             for position, change in variant.changes:
@@ -300,8 +301,8 @@ class _Chunk:
                     if (departure := self._metadata_departure(lane, change, slot, new)) is not None:
                         self._drop((lane,), {lane: departure}.__getitem__)
                         continue
-                    if calls_functions(change.what):
-                        new = new.clone()  # the next call of the function may fill the same memory
+                    if self.runs_functions and (change.holds or calls_functions(change.what)):
+                        new = new.clone()  # the next call of a function may fill the same memory
                     news.setdefault(slot, []).append((lane, new.detach() if new.requires_grad else new))
         for slot, pairs in news.items():
             recorded = program.values[slot]
