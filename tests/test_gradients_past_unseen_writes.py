@@ -608,3 +608,24 @@ def test_a_forward_derivative_goes_where_the_gradient_goes(name):
     weights = torch.arange(12.0).reshape(3, 4)
     (gradient,) = torch.autograd.grad((function(x) * weights).sum(), x)
     assert torch.allclose((got * weights).sum(), (gradient * tangent).sum(), 1e-4)
+
+
+@pytest.mark.parametrize("how", ["itself", "a view", "out"])
+def test_what_was_computed_from_data_before_the_tensor_was_written_is_refused(how):
+    """Torch counts writes to `x.data` and to `x` apart: its backward reads what is there by then."""
+
+    def model(x, weight):
+        y = x.data @ weight
+        with torch.no_grad():
+            if how == "itself":
+                x.add_(1)
+            elif how == "a view":
+                x[0].mul_(2)
+            else:
+                torch.add(x[0], 1, out=x[0])
+        return y
+
+    x, weight = torch.randn(2, 3), torch.randn(3, 3, requires_grad=True)
+    prog = rl.capture(model, x, weight)
+    with pytest.raises(rl.NotDifferentiable, match=r"\.data or numpy after its use"):
+        prog.replay(grad=True)

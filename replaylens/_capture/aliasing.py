@@ -91,6 +91,7 @@ class Storage:
     derived: dict[Any, ValueId] = field(factory=dict)
     twin: Storage | None = None
     exposed: torch.Tensor | None = None
+    has_uncounted_alias: bool = False  # `x.data`: torch counts writes to it and to the others apart
     is_forked: bool = False  # written through a detached alias, with a value that may have a gradient history
     is_content_read: bool = False  # exposed, and a guard holds the content; else its address alone was read
     is_kept: bool = False  # exposed by an array that existed, on the model or among the inputs, before the forward
@@ -232,6 +233,7 @@ class AliasTracker:
             if isinstance(known, Alias) and known.base is other:
                 known.base, known.steps, known.version = base, (*steps, *known.steps), base.version
         base.held.extend(other.held)
+        base.has_uncounted_alias |= other.has_uncounted_alias
 
     def is_input(self, base: Storage) -> bool:
         """True if this is the memory of an input."""
@@ -269,6 +271,7 @@ class AliasTracker:
         """This tensor is a view of a base by these steps, and has this value."""
         self.live[id(tensor)] = Alias(tensor, base, steps, handle, base.version)
         base.held.append(handle)
+        base.has_uncounted_alias |= bool(steps) and unpacked_place(steps[-1]).function.function == _DATA
 
     def view_step(
         self,
@@ -565,6 +568,9 @@ def is_all_of_its_storage(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return False
     return not tensor.is_quantized and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def steps_to(tensor: torch.Tensor, base: Storage) -> tuple[Any, ...]:

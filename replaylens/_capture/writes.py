@@ -288,7 +288,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
             f"`{rule.kind}` writes memory that a sparse tensor was made of.",
             "A program cannot express that both change. Make the sparse tensor from a copy (`values.clone()`).",
         )
-    for base in {id(alias.base): alias.base for alias in aliases if _is_data_alias(alias)}.values():
+    for base in {id(b): b for b in bases if b.has_uncounted_alias}.values():
         check_late_write(recorder, base)
     _note_forks(recorder, writing)
     record = write_record(recorder, writing, draw.draws is not None)
@@ -338,13 +338,6 @@ def _keeps_old_history(step: Any) -> bool:
 def _without_history(steps: tuple[Any, ...]) -> tuple[Any, ...]:
     """The steps that lead to the memory of a tensor that `.data =` moved, without the history that it kept."""
     return tuple([_DETACH if _keeps_old_history(step) else step for step in steps])
-
-
-def _is_data_alias(alias: Alias) -> bool:
-    """True for `x.data`: torch does not count writes through it."""
-    return any(
-        getattr(unpacked_place(step).function.function, "__self__", None) is torch.Tensor.data for step in alias.steps
-    )
 
 
 def write_record(recorder: Recorder, writing: WriteCall, may_draw: bool) -> WriteArguments | FunctionalCall:
