@@ -1497,3 +1497,28 @@ def test_a_module_that_writes_what_another_handed_on_is_run_again():
     wanted = model(torch.ones(4))
     handle.remove()
     assert_same(rl.capture(model, torch.ones(4)).replay(patch={"b": change}).output, wanted)
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_a_patched_output_that_is_turned_into_a_leaf_is_apart_from_what_is_written_later(argument):
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            whole = x * 1.0
+            out = self.relu(ARGUMENTS[argument](whole)).requires_grad_()
+            whole.fill_(0.7)
+            return out * 1, whole * 1
+
+    def change(value):
+        return value * 2 + 1
+
+    values, model = torch.randn(3, 3), Turns()
+    with torch.no_grad():
+        handle = model.relu.register_forward_hook(lambda module, args, output: change(output))
+        wanted = model(values)
+        handle.remove()
+        assert_same(rl.capture(model, values).replay(patch={"relu": change}).output, wanted)
+        assert_same(rl.run(model, values, patch={"relu": change}).output, wanted)

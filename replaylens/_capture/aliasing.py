@@ -152,7 +152,7 @@ class AliasTracker:
             self._check_exposed(base)
         if known.version != base.version:
             if known.steps and known.version >= 0:
-                self.recording.aliasing.overwritten.add(known.handle)
+                self.recording.aliasing.overwritten.update(self.equal_values(known.handle))
             with without_function_modes():
                 known.handle = self.regenerate_view(known) if known.steps else base.handle
             known.version = base.version
