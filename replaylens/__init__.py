@@ -36,17 +36,18 @@ from ._view.overlays import Diff as Diff
 from ._view.theme import DARK as DARK, PAPER as PAPER, Theme as Theme
 from .errors import (
     BadEdit as BadEdit,
+    BadFile as BadFile,
     BadMetric as BadMetric,
     BadPart as BadPart,
     BadPatch as BadPatch,
     CannotDraw as CannotDraw,
+    CannotSave as CannotSave,
     CaptureError as CaptureError,
     DivergedReplay as DivergedReplay,
     InputMismatch as InputMismatch,
     NoGradient as NoGradient,
     NoSuchLayer as NoSuchLayer,
     NotDifferentiable as NotDifferentiable,
-    NotPickled as NotPickled,
     NotSaved as NotSaved,
     NoValues as NoValues,
     ReplaylensError as ReplaylensError,
@@ -57,8 +58,10 @@ from .errors import (
     UnlawfulGraph as UnlawfulGraph,
     UnresolvedTarget as UnresolvedTarget,
     UnsupportedModel as UnsupportedModel,
+    Untrusted as Untrusted,
     WrongCount as WrongCount,
 )
+from .files import load as load
 from .program import Program as Program, capture as capture, check as check, run as run
 
 __version__ = "0.1.0"

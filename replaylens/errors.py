@@ -104,8 +104,23 @@ class StaleValue(ReplaylensError, RuntimeError):
     """
 
 
-class NotPickled(ReplaylensError, TypeError):
-    """Programs, runs, layers and sweeps hold functions and cannot be pickled. Save the tensors that you need."""
+class CannotSave(ReplaylensError, TypeError):
+    """Something in a program or an intervention cannot be written to a file, and so cannot be pickled either.
+
+    Example: a lambda in `prog.with_patch`, a tensor subclass among the values. The message names the node and the line,
+    and says what to do: give the function a name in a module, or leave the value out by `values=`.
+    """
+
+
+class BadFile(ReplaylensError, ValueError):
+    """A file is not what replaylens wrote: cut off, altered, of another kind, or of a newer version."""
+
+
+class Untrusted(ReplaylensError, LookupError):
+    """A file names functions that are not torch's own. Loading imports nothing that it was not told to.
+
+    The message lists them: `load(path, trust=["mypackage.ops"])` lets those of one module in.
+    """
 
 
 class DivergedReplay(ReplaylensError, RuntimeError):

@@ -51,6 +51,10 @@ from ._replay.record import Record, completed_record, detached, keeping_only
 from ._replay.request import Request
 from ._replay.resolve_patches import bound_patches
 from ._replay.supply import Run
+from ._store.files import Kind, register, written
+from ._store.programs import ProgramData, program_digest, program_json, read_program
+from ._store.read_trees import TreeReader
+from ._store.write_trees import TreeWriter
 from ._sweep.sweep_runner import PendingSweep, run_sweep
 from ._view.dot import DrawOptions, draw
 from ._view.grouping import ViewOptions
@@ -249,6 +253,27 @@ class Program(ProgramBase):
     def saving(self, save: Any) -> Program:
         """The same program with other values saved, selected as by `save=` of a capture; missing ones are computed."""
         return self._keeping(SaveSpec.of(save))
+
+    # -- keeping it ----------------------------------------------------------------------------------------------------
+
+    def save(self, path: Any, *, values: Any = None, state: bool = True) -> None:
+        """Write the program to one file: its graph, values, draws and account. `replaylens.load(path)` reads it, also
+        in a process that has not got the model's code.
+
+        `values` selects the values to write, by the words of a capture's `save=`: `"none"` writes inputs, parameters
+        and outputs, from which the rest is recomputed; by default those that the program keeps. With `state=False`
+        parameters and buffers are left out; `load(path, state=model)` binds them. The file takes the place of an older
+        one once it is whole.
+        """
+        prog = self if values is None or self._outline is not None else self._keeping(SaveSpec.of(values))
+        written(prog, partial(_write_program, prog=prog, with_state=state)).to(path)
+
+    @property
+    def digest(self) -> str:
+        """A digest of what the program computes: the same for each capture of one model on one input, whichever values
+        are kept, and after loading. Files name programs by it.
+        """
+        return program_digest(self._any_record)
 
     # -- seeing it -----------------------------------------------------------------------------------------------------
 
@@ -601,6 +626,32 @@ class Program(ProgramBase):
         name = self._location(edge.sender).name  # what the value is called in other programs
         prog._edges = {**self._edges, edge: tuple([evolve(prog._index.by_label[tap], name=name) for tap in names])}
         return prog
+
+
+def _write_program(writer: TreeWriter, prog: Program, with_state: bool = True) -> Callable[[], Any]:
+    data = ProgramData(prog._any_record, prog.history, prog._outline is None, prog._grads)
+    return program_json(writer, data, with_state)
+
+
+def program_of(data: ProgramData, beginning: ForwardState | None = None) -> Program:
+    """The program that a file holds."""
+    if not data.has_values:
+        return Program(_outline=data.record, _history=data.history)
+    output = thaw(data.record.graph.output, lambda leaf: _output_leaf(data.record, leaf))
+    return Program(_record=data.record, _output=output, _history=data.history, _grads=data.grads, _beginning=beginning)
+
+
+def _output_leaf(record: Record, leaf: Any) -> Any:
+    if type(leaf) is not Ref:
+        return leaf
+    return detached(record.values[leaf]) if leaf in record.values else None
+
+
+def _read_program(reader: TreeReader, json: Any) -> Program:
+    return program_of(read_program(reader, json))
+
+
+register(Kind("program", Program, lambda writer, prog: _write_program(writer, prog), _read_program))
 
 
 def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:

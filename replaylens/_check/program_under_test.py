@@ -8,7 +8,6 @@ the laws of single calls need not run it again.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -18,11 +17,11 @@ from attrs import evolve, field, frozen
 
 from .._ir.equality import difference, same, tensor_kind
 from .._ir.graph import Graph
-from .._ir.node import Call, Input, Ref, State, refs_in, specs_of
+from .._ir.node import Call, Ref, State, specs_of
 from .._ir.printer import expression
 from .._ir.trees import Branch, freeze_deep, leaves, map_leaves, part_at
 from .._ir.util import cached_property, notes_of
-from .._ir.validate import problems, unguarded_shapes
+from .._ir.validate import misfits, problems, unguarded_shapes
 from .._replay.interpreter import Code
 from .._replay.record import Record
 from .._replay.replay import replay
@@ -229,46 +228,8 @@ def is_well_formed(program: ProgramUnderTest) -> LawResult:
     ]
     if not failures:
         orphans = _orphans(graph) if program.as_captured else ()
-        failures = [*_dangling(graph), *_specs(graph), *_state(graph), *orphans]
+        failures = [*[finding_at_name(graph, one.node, one.fact) for one in misfits(graph)], *orphans]
     return LawResult(len(graph), tuple(failures), unit="nodes", holds="well formed")
-
-
-def _dangling(graph: Graph) -> Iterator[Finding]:
-    """Find references to missing nodes in the inputs, outputs, state changes and orphans."""
-
-    def is_given(ref: Ref) -> bool:
-        return ref.node in graph and (not ref.path or ref in graph.gives[graph.positions[ref.node]])
-
-    places: list[tuple[str, Any]] = [("the inputs", graph.inputs), ("the output", graph.output)]
-    places += [(f"the output of module {scope}", tree) for scope, tree in graph.module_outputs]
-    places += [(f"the new value of `{address}`", ref) for address, ref in graph.changes]
-    for what, tree in places:
-        for ref in refs_in(tree):
-            if not is_given(ref):
-                yield Finding(ref.node, f"{what} is {ref}, which no node gives")
-    for name in sorted(graph.orphans - graph.positions.keys()):
-        yield Finding(name, "is set aside as an orphan, and is no node")
-    for ref in dict.fromkeys(refs_in(graph.inputs)):
-        if is_given(ref) and not isinstance(graph[ref.node], Input):
-            yield finding_at_name(graph, ref.node, "stands among the inputs, and is none")
-
-
-def _specs(graph: Graph) -> Iterator[Finding]:
-    """Find calls whose specs do not match their values, and values that belong to another node."""
-    for call in graph.calls:
-        count = len(refs_in(call.returns))
-        if count != len(call.spec):
-            yield finding_at(call, f"gives {count} tensors, and says of {len(call.spec)} what they are")
-        for ref in (*refs_in(call.returns), *refs_in(call.result)):
-            if ref.node != call.name:
-                yield finding_at(call, f"gives {ref}, which is another node's")
-
-
-def _state(graph: Graph) -> Iterator[Finding]:
-    seen: Counter[str] = Counter(name for node in graph.state_nodes for name in (node.address, *node.aliases))
-    for address, nodes in seen.items():
-        if nodes > 1:
-            yield Finding(address, f"{nodes} nodes are the state at `{address}`")
 
 
 def _orphans(graph: Graph) -> Iterator[Finding]:

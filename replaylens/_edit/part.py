@@ -280,6 +280,17 @@ class Part:
         parsed = parse(pattern)
         self.__attrs_init__(str(parsed), *frozen_axes(parsed, axes), parsed)
 
+    @staticmethod
+    def restored(pattern: str, indices: Indices, sizes: Sizes) -> Part:
+        """A part from its fields, as a file has them. The length of a mask is among the sizes."""
+        parsed, made = parse(pattern), object.__new__(Part)
+        words = {name.word: name.is_bracketed for name in parsed.names}
+        right = all(words.get(name) for name, _ in indices) and all(name in words and size for name, size in sizes)
+        if not right or len(dict(indices)) != len(indices) or len(dict(sizes)) != len(sizes):
+            raise BadPart(f'the pattern "{parsed}" has no such axes')
+        made.__attrs_init__(str(parsed), indices, sizes, parsed)
+        return made
+
     @property
     def open_axes(self) -> tuple[str, ...]:
         """The bracketed axes without an index."""

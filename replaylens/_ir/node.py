@@ -7,7 +7,7 @@ their arguments: `Write` (write.py) and `InnerGradient` (graph.py).
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from typing import Any, ClassVar, TypeVar
 
@@ -133,6 +133,7 @@ class Source:
     line: int
     function: str
     caller: Source | None = field(default=None, eq=False, repr=False)  # outwards, up to the line that called the model
+    saved: Mapping[int, str] | None = field(default=None, eq=False, repr=False)  # lines of a loaded program's file
 
     @property
     def stack(self) -> tuple[Source, ...]:
@@ -146,7 +147,7 @@ class Source:
     @property
     def text(self) -> str:
         """The line itself without indentation; empty if the file cannot be read."""
-        return linecache.getline(self.file, self.line).strip()
+        return self._line(self.line).strip()
 
     @property
     def inline(self) -> str:
@@ -161,15 +162,19 @@ class Source:
     def lines(self, around: int = 3) -> list[str]:
         """The lines around it, as they are in the file."""
         numbers = range(max(1, self.line - around), self.line + around + 1)
-        return [text for number in numbers if (text := linecache.getline(self.file, number))]
+        return [text for number in numbers if (text := self._line(number))]
 
     def context(self, around: int = 3) -> str:
         """The lines around it, with a mark at the line itself."""
         numbers = range(max(1, self.line - around), self.line + around + 1)
-        lines = [(number, linecache.getline(self.file, number).rstrip()) for number in numbers]
+        lines = [(number, self._line(number).rstrip()) for number in numbers]
         return "\n".join(
             f"{'>' if n == self.line else ' '} {n:5d} {text}" for n, text in lines if text or n == self.line
         )
+
+    def _line(self, number: int) -> str:
+        """A line of the file; of a loaded program as it was when that was saved, for no file is opened then."""
+        return linecache.getline(self.file, number) if self.saved is None else self.saved.get(number, "")
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"

@@ -118,6 +118,17 @@ def _kept(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def is_setting(name: str, value: Any) -> bool:
+    """True for a switch of these, or the default dtype, and a value of the kind that it has."""
+    if name == _DTYPE:
+        return isinstance(value, torch.dtype) and value.is_floating_point
+    if name == "matmul precision":
+        return value in ("", "highest", "high", "medium")
+    if name == "order of attentions":
+        return isinstance(value, tuple) and all(type(one) is int for one in value)
+    return name in _SWITCHES and type(value) is bool
+
+
 @contextmanager
 def under_settings(wanted: Settings) -> Iterator[None]:
     """A block under these settings, with all others as at import; afterwards everything is as before.

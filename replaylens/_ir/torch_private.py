@@ -152,6 +152,9 @@ warn_of_vmap_fallbacks = _name(
 TensorBase = _name("torch._C.TensorBase", "methods of tensors have names")
 kernels = _name("torch._C._nn", "the functional twin of a write in place")
 has_kernel = _name("torch._C._dispatch_has_kernel_for_dispatch_key", "which ATen calls consist of others")
+schemas_of_operator = _name(
+    "torch._C._jit_get_schemas_for_operator", "which operators a file may call", "all need trust", lambda name: []
+)
 pytree = _name("torch.utils._pytree", "containers that users registered with torch")
 safe_softmax = _name("torch._safe_softmax", "attention in its open form, rows without a key")
 quantized_per_tensor = _name("torch._make_per_tensor_quantized_tensor", "other quantized values, in checks")
@@ -247,6 +250,7 @@ ATTRIBUTES = {
     "Tensor._version": "was it written since?",
     "Tensor._base": "is it a view?",
     "Tensor._is_view": "the same",
+    "Tensor._is_zerotensor": "has it memory?",
     "Tensor._use_count": "does anybody hold it?",
     "Tensor._grad": "the gradient, without the warning for tensors that are no leaves",
     "Tensor._backward_hooks": "is there a hook on its gradient?",

@@ -31,6 +31,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from ..errors import CaptureError
+from .struct import Struct, StructKeys, form_of
 from .torch_private import pytree
 
 Leaf = Callable[[Any], Any]
@@ -50,7 +51,7 @@ class Branch:
     `like` is an object of the same class, to copy from what is not in the tree. It takes no part in comparisons.
     """
 
-    kind: type
+    kind: type = field(eq=lambda kind: (kind.__module__, kind.__qualname__))  # one that is defined again is the same
     items: tuple[Any, ...]
     keys: tuple[Any, ...] | None = None
     like: Any = field(default=None, eq=False, repr=False)
@@ -66,6 +67,8 @@ class Branch:
             return dict(zip(self.keys or (), items, strict=True))
         if kind is slice:
             return slice(*items)
+        if issubclass(kind, Struct):
+            return kind.made(_struct_keys(self), tuple(items), self.count)
         if isinstance(self.like, pytree.TreeSpec):
             return pytree.tree_unflatten(items, self.like)
         if kind is MappingProxyType:
@@ -84,6 +87,8 @@ class Branch:
 
     def filled(self, copied: Any, items: list[Any]) -> Any:
         """An empty container of this class, filled with these items."""
+        if isinstance(copied, Struct):
+            return Struct.filled(copied, _struct_keys(self), tuple(items), self.count)
         if self.count is not None:
             _fill_container(copied, (self.keys or ())[: self.count], items[: self.count], self.like)
             return self._with_attributes(copied, items)
@@ -239,6 +244,8 @@ def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
         frozen_value: Any = inner if kind is tuple else Branch(kind, inner, keys, like)
     elif isinstance(value, (list, tuple, dict, set, frozenset, deque)):
         frozen_value = _freeze_contents(value, leaf, seen)
+    elif isinstance(value, Struct):
+        frozen_value = _freeze_struct(value, leaf, seen)
     else:
         frozen_value = _freeze_object(value, leaf, seen)
     if begun.is_loop and type(frozen_value) is Branch:
@@ -255,6 +262,12 @@ def _pytree_items(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     items, spec = pytree.tree_flatten(value, is_leaf=lambda other: other is not whole[0])
     whole.clear()
     return items, spec
+
+
+def pytree_plan(sample: Any, items: tuple[Any, ...]) -> Branch:
+    """A container like this one, with other items."""
+    known = type(sample) in pytree.SUPPORTED_NODES
+    return Branch(type(sample), items, like=_pytree_items(sample)[1] if known else None)
 
 
 @define
@@ -288,6 +301,20 @@ def _freeze_contents(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
     if all(item is other or type(item) is BackReference for item, other in zip(items, old, strict=True)):
         return value
     return Branch(type(value), items, (*keys, *[key for key, _ in attributes]), like=value, count=len(held))
+
+
+def _freeze_struct(value: Struct, leaf: Leaf, seen: dict[int, Any]) -> Any:
+    """What was loaded in the place of a user's object: a Branch if it holds a tensor, else itself."""
+    items = tuple([_freeze_deep(item, leaf, seen) for item in value._items])
+    if all(item is other or type(item) is BackReference for item, other in zip(items, value._items, strict=True)):
+        return value
+    if value._form == "object" or value._count is not None:
+        return Branch(type(value), items, value._keys, count=value._count)
+    return Branch(type(value), items, like=StructKeys(value._keys))
+
+
+def _struct_keys(tree: Branch) -> tuple[Any, ...]:
+    return tree.like.keys if isinstance(tree.like, StructKeys) else tree.keys or tuple(range(len(tree.items)))
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
@@ -331,7 +358,10 @@ def fingerprint(value: Any, depth: int = 0) -> str:
         return f"{kind.__name__}({', '.join([fingerprint(item, depth + 1) for item in value])})"
     if isinstance(value, (set, frozenset)):
         return f"{kind.__name__}({', '.join(sorted([fingerprint(item, depth + 1) for item in value]))})"
-    pairs = [*(value.items() if isinstance(value, dict) else ()), *attributes_of(value)]
+    if isinstance(value, Struct):
+        pairs = list(zip(value._keys, value._items, strict=True))
+    else:
+        pairs = [*(value.items() if isinstance(value, dict) else ()), *attributes_of(value)]
     if pairs or isinstance(value, dict):
         return f"{kind.__name__}({', '.join([f'{key!r}={fingerprint(item, depth + 1)}' for key, item in pairs])})"
     if kind.__module__ in ("builtins", "numpy"):
@@ -396,7 +426,7 @@ def without_originals(tree: Any) -> Any:
     same = all(new is item for new, item in zip(items, old, strict=True))
     if kind is tuple:
         return tree if same else items
-    holds = tree.like is not None and not isinstance(tree.like, pytree.TreeSpec)
+    holds = tree.like is not None and not isinstance(tree.like, (pytree.TreeSpec, StructKeys))
     if same and not holds:
         return tree
     return evolve(tree, items=items, like=_hollow(tree) if holds else tree.like)
@@ -490,6 +520,8 @@ def walk(tree: Any, steps: Steps = numbered_items, at: tuple[Any, ...] = ()) -> 
 
 def _keys(tree: Branch) -> tuple[Any, ...] | None:
     """The keys of a Branch, including those of a mapping that pytree takes apart."""
+    if tree.keys is None and isinstance(tree.like, StructKeys):
+        return tree.like.keys if form_of(tree.kind) == "mapping" else None
     if tree.keys is not None or not isinstance(tree.like, pytree.TreeSpec) or not issubclass(tree.kind, Mapping):
         return tree.keys
     context = tree.like.context[1] if issubclass(tree.kind, defaultdict) else tree.like.context

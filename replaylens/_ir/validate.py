@@ -15,14 +15,16 @@ takes over from the value that it stands for (`unguarded_shapes`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakValueDictionary
 
 from attrs import frozen
 
 from ..errors import UnlawfulGraph
 from .graph import GradientArguments, Graph, InnerGradient
-from .node import Call, Generator, Ref, refs_in, specs_of
+from .node import Call, Generator, Input, Ref, refs_in, specs_of
 from .target import Target
 from .trees import ATOMS, Branch, leaves, leaves_of
 from .write import (
@@ -138,6 +140,95 @@ def unguarded_shapes(graph: Graph) -> Iterator[Problem]:
     for call in graph.calls:
         if call.is_dynamic and not is_asked(call):
             yield Problem(call.name, "guard", "gives a shape that content decides, and no guard asks for it")
+
+
+# -- what fits together ------------------------------------------------------------------------------------------------
+
+
+def misfits(graph: Graph) -> Iterator[Problem]:
+    """Facts of a graph that obeys the laws, and that do not fit together: references to what no node gives, specs of
+    other values. Passes keep them; so only checks and loaded programs are asked.
+    """
+    yield from _dangling(graph)
+    yield from _specs(graph)
+    yield from _state(graph)
+
+
+def require_sound(graph: Graph) -> Graph:
+    """The graph itself, or `UnlawfulGraph`: the laws, and everything that must fit together."""
+    require_lawful(graph)
+    if found := [*misfits(graph), *_nowhere(graph)]:
+        listing = "\n".join(f"  {problem}" for problem in found[:20])
+        raise UnlawfulGraph(f"the graph does not fit together in {len(found)} places:\n{listing}")
+    return graph
+
+
+def _is_given(graph: Graph, ref: Ref) -> bool:
+    return ref.node in graph and (not ref.path or ref in graph.gives[graph.positions[ref.node]])
+
+
+def _dangling(graph: Graph) -> Iterator[Problem]:
+    """References to missing nodes in the inputs, outputs, state changes and orphans."""
+    places: list[tuple[str, Any]] = [("the inputs", graph.inputs), ("the output", graph.output)]
+    places += [(f"the output of module {scope}", tree) for scope, tree in graph.module_outputs]
+    places += [(f"the new value of `{address}`", ref) for address, ref in graph.changes]
+    for what, tree in places:
+        for ref in refs_in(tree):
+            if not _is_given(graph, ref):
+                yield Problem(ref.node, "reference", f"{what} is {ref}, which no node gives")
+    for name in sorted(graph.orphans - graph.positions.keys()):
+        yield Problem(name, "reference", "is set aside as an orphan, and is no node")
+    for ref in dict.fromkeys(refs_in(graph.inputs)):
+        if _is_given(graph, ref) and not isinstance(graph[ref.node], Input):
+            yield Problem(ref.node, "reference", "stands among the inputs, and is none")
+
+
+def _specs(graph: Graph) -> Iterator[Problem]:
+    """Calls whose specs do not match their values, and values that belong to another node."""
+    for call in graph.calls:
+        count = len(refs_in(call.returns))
+        if count != len(call.spec):
+            yield Problem(call.name, "spec", f"gives {count} tensors, and says of {len(call.spec)} what they are")
+        for ref in (*refs_in(call.returns), *refs_in(call.result)):
+            if ref.node != call.name:
+                yield Problem(call.name, "spec", f"gives {ref}, which is another node's")
+
+
+def _state(graph: Graph) -> Iterator[Problem]:
+    seen = Counter(name for node in graph.state_nodes for name in (node.address, *node.aliases))
+    for address, nodes in seen.items():
+        if nodes > 1:
+            yield Problem(address, "state", f"{nodes} nodes are the state at `{address}`")
+
+
+def _nowhere(graph: Graph) -> Iterator[Problem]:
+    """What only a file can have: facts about values that no node gives, and inputs that lie elsewhere."""
+    for guard in (*graph.guards, *graph.asked):
+        for ref in guard.refs:
+            if not _is_given(graph, ref):
+                yield Problem(ref.node, "reference", f"`{guard.target.short}` asks of {ref}, which no node gives")
+        if not 0 <= guard.position <= len(graph):
+            yield Problem("guard", "order", f"lies at {guard.position}, outside of 0..{len(graph)}")
+    for call in graph.calls:
+        for ref in refs_in(call.returns):
+            if not _leads_to(call.returns, ref):
+                yield Problem(call.name, "reference", f"{ref} does not lie where it says")
+        for ref in refs_in(call.result):
+            if not _is_given(graph, ref):
+                yield Problem(call.name, "reference", f"shows {ref}, which it does not give")
+    for ref in sorted(graph.detached_inputs, key=str):
+        if not _is_given(graph, ref):
+            yield Problem(ref.node, "reference", "is an input of a slice, and no node")
+
+
+def _leads_to(tree: Any, ref: Ref) -> bool:
+    """True if the path of a Ref leads to it in the tree of what its node returns."""
+    for step in ref.path:
+        items = tree if type(tree) is tuple else tree.items if type(tree) is Branch else ()
+        if not 0 <= step < len(items):
+            return False
+        tree = items[step]
+    return bool(tree == ref)
 
 
 def _runs_again_what_was_before(graph: Graph) -> Iterator[Problem]:

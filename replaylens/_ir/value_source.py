@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from attrs import fields, frozen
 
-from ..errors import NotPickled
 from .trees import freeze_deep, thaw
 
 
-class Unpickled:
-    """Base class of what holds functions of the user and of torch: it can be copied, but not pickled."""
+class Saved:
+    """Base class of what can be saved to a file, and so be pickled: its pickle is that file. See _store/files.py."""
 
     __slots__ = ()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        what = f"a {type(self).__name__}"
-        raise NotPickled(
-            f"{what} holds functions, and cannot be pickled or saved by torch.save: that is not supported yet.\n"
-            "Save the tensors that you need (`layer.value`, `run.output`), or capture again where it is to be used."
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _way_to_pickle[0](self, protocol)
 
     def __copy__(self) -> Any:
         return self
@@ -35,8 +31,16 @@ class Unpickled:
         return made
 
 
+_way_to_pickle: list[Callable[[Any, Any], Any]] = []
+
+
+def set_way_to_pickle(way: Callable[[Any, Any], Any]) -> None:
+    """Say how such objects are pickled: `way(what, protocol)` gives what `__reduce_ex__` gives."""
+    _way_to_pickle[:] = [way]
+
+
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, Unpickled):
+    if isinstance(value, Saved):
         return deepcopy(value, memo)
     if type(value) not in (dict, list, tuple) and not isinstance(value, torch.Tensor):
         return value
@@ -59,7 +63,7 @@ def _plain(leaf: Any) -> Any:
     return leaf.tensor if type(leaf) is _Tensor else leaf
 
 
-class ValueSource(Unpickled):
+class ValueSource(Saved):
     """Base class of what `From(...)` and `Mean(of=...)` read. Subclasses say which value they have under a name."""
 
     __slots__ = ()

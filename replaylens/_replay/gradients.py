@@ -26,7 +26,7 @@ from .._ir.node import Call, Input, Node, Ref, State, TensorSpec, filled, refs_i
 from .._ir.ops import Quirk, op_info
 from .._ir.runtime import deepcopied
 from .._ir.util import cached_property, notes_of
-from .._ir.value_source import Unpickled
+from .._ir.value_source import Saved
 from .._ir.write import Write
 from ..errors import BadMetric, NoGradient, NotDifferentiable, ReplaylensError
 from .guards import changed_answer, diverged_error
@@ -186,7 +186,7 @@ GradientByRef = Mapping[Ref, torch.Tensor | None]
 
 
 @frozen(eq=False, repr=False)
-class Grads(Unpickled, Mapping[str, Any]):
+class Grads(Saved, Mapping[str, Any]):
     """The gradients of one number at the values of a program: `grads["relu_3"]`, under any of a layer's names.
 
     Each is the gradient at the value as the model saw it: what reads that value takes part, whatever it is called or
@@ -196,22 +196,22 @@ class Grads(Unpickled, Mapping[str, Any]):
     """
 
     metric: torch.Tensor  # the number itself
-    _asked: GradTargets
+    asked: GradTargets
     _find: Callable[[Any], Location]
-    _values: GradientByRef
-    _ends: GradientByRef  # at the outputs of the program
-    _blockers: GradientBlockers
+    values_by_ref: GradientByRef
+    values_at_ends: GradientByRef  # at the outputs of the program
+    blockers: GradientBlockers
 
     @property
     def begins(self) -> frozenset[str]:
         """The nodes whose values the number was made of: there the backward pass began."""
-        return self._blockers.read
+        return self.blockers.read
 
     def __getitem__(self, name: Any) -> Any:
         if isinstance(name, str) and name in self._gradients:
             return self._gradients[name]
         at = self._find(name)
-        if at.label not in (asked := self._asked.labels):
+        if at.label not in (asked := self.asked.labels):
             raise NoGradient(f"the gradient at {at.label} was not asked for. It was at {_first_few(list(asked))}.")
         found, reason = self._lookup(at)
         if reason is not None:
@@ -229,7 +229,7 @@ class Grads(Unpickled, Mapping[str, Any]):
             at = self._find(name)
         except LookupError:
             return False
-        return at.label in self._asked.labels and self._lookup(at)[1] is None
+        return at.label in self.asked.labels and self._lookup(at)[1] is None
 
     def get(self, name: Any, default: Any = None) -> Any:
         """The gradient at a layer, or something else where there is none."""
@@ -252,7 +252,7 @@ class Grads(Unpickled, Mapping[str, Any]):
         """By label: the gradients, and the reasons for missing ones."""
         found: dict[str, Any] = {}
         without: dict[str, str] = {}
-        for label, at in self._asked.labels.items():
+        for label, at in self.asked.labels.items():
             gradient, reason = self._lookup(at)
             if reason is None:
                 found[label] = gradient
@@ -262,8 +262,8 @@ class Grads(Unpickled, Mapping[str, Any]):
 
     def _lookup(self, at: Location) -> tuple[Any, str | None]:
         """The gradient at a layer, and why there is none."""
-        blockers = self._blockers
-        tree, values = at.tree(blockers.graph), self._values if at.output is None else self._ends
+        blockers = self.blockers
+        tree, values = at.tree(blockers.graph), self.values_by_ref if at.output is None else self.values_at_ends
         refs = refs_in(tree)
         if at.output is None and (reason := blockers.why_incomplete(refs)):
             return None, reason
@@ -278,7 +278,7 @@ class Grads(Unpickled, Mapping[str, Any]):
         return filled(tree, found.__getitem__), None
 
     def _zeros(self, ref: Ref) -> torch.Tensor | None:
-        meaning = self._blockers.meaning_of(ref)
+        meaning = self.blockers.meaning_of(ref)
         if not meaning.is_differentiable:
             return None
         return torch.zeros(meaning.shape, dtype=meaning.dtype, device=meaning.device)

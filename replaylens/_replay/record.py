@@ -29,7 +29,7 @@ from .._ir.node import Call, Ref, State, TensorSpec, refs_of
 from .._ir.runtime import addresses_memory
 from .._ir.trees import without_originals
 from .._ir.util import cached_property
-from ..errors import StaleValue
+from ..errors import NotSaved, StaleValue
 from .compile import CompiledGraph
 from .plan import plan
 from .runner import run
@@ -92,11 +92,14 @@ class Record:
     lent: Mapping[str, tuple[str, torch.Tensor]] = field(
         factory=dict
     )  # by address: tensors of the model in the memory of an input, that input, and what was there
+    absent: Mapping[str, bytes] = field(factory=dict)  # by node: digests of state that a file was saved without
     caches: dict[Cache[Any, Any], dict[Any, Any]] = field(factory=dict, init=False)  # of this very record alone
 
     def value(self, ref: Ref) -> torch.Tensor:
         """A recorded value, if nobody overwrote it since; recomputed, if it was not kept."""
         tensor = self.values.get(ref)
+        if tensor is None and ref.node in self.absent:
+            raise NotSaved(absent_text(self.graph, ref))
         if tensor is None:
             return recomputed(self, [ref])[ref]
         if (reason := self.stale(ref)) is not None:
@@ -200,6 +203,16 @@ def recomputed(record: Record, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
     return {ref: as_leaf(ran[ref]) for ref in wanted}
 
 
+def absent_text(graph: Graph, ref: Ref) -> str:
+    """Why there is no value of a state that a file was saved without."""
+    node = graph[ref.node]
+    what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else f"`{ref.node}`"
+    return (
+        f"{what} is not in the file: it was saved with state=False.\n"
+        "`replaylens.load(path, state=model)` binds a model, or its state_dict, to it."
+    )
+
+
 def stale_text(graph: Graph, ref: Ref, place: StatePlace | None = None) -> str:
     node = graph[ref.node]
     what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else f"the recorded value of `{ref.node}`"
@@ -247,7 +260,7 @@ def keeping_only(record: Record, names: frozenset[str]) -> Record:
     memory than it fills.
     """
     graph = record.graph
-    refs = dict.fromkeys([r for node in graph.nodes if node.name in names for r in refs_of(node)] + _always_kept(graph))
+    refs = dict.fromkeys([r for node in graph.nodes if node.name in names for r in refs_of(node)] + always_kept(graph))
     whole = with_values(record, refs)
     made = {ref: as_leaf(whole.values[ref]) for ref in refs if isinstance(graph[ref.node], Call)}
     small = {ref: whole.value(ref).detach().clone() for ref in _small_parts(graph, made)}
@@ -276,7 +289,7 @@ def _without_objects(graph: Graph) -> Graph:
     return evolve(graph, output=output, module_outputs=inside)
 
 
-def _always_kept(graph: Graph) -> list[Ref]:
+def always_kept(graph: Graph) -> list[Ref]:
     """The values that nothing computes, or that guards compare."""
     compared = [ref for guard in graph.guards if guard.compares_content for ref in guard.refs]
     sources = [Ref(node.name) for node in graph.nodes if not isinstance(node, Call)]
@@ -295,7 +308,7 @@ def _small_parts(graph: Graph, values: dict[Ref, torch.Tensor]) -> Iterator[Ref]
         for ref, tensor in dense.items()
         if tensor.untyped_storage().nbytes() > 2 * sizes[tensor.untyped_storage()._cdata] + 1024
     ]
-    if large and not any(_looks_at_memory(call) for call in graph.calls):
+    if large and not any(looks_at_memory(call) for call in graph.calls):
         yield from large
 
 
@@ -305,6 +318,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return plain and not tensor.is_conj() and not tensor.is_neg() and tensor.is_contiguous()
 
 
-def _looks_at_memory(call: Call) -> bool:
+def looks_at_memory(call: Call) -> bool:
     """True if a call reads memory by strides of its own, beyond what it is given."""
     return any(addresses_memory(target) or "set_" in target.short for target in call.functions)

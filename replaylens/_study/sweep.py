@@ -19,7 +19,7 @@ from .._edit.patch import patch_of
 from .._edit.select import NAMING_CURE, Selection
 from .._ir.torch_private import pytree
 from .._ir.util import optional
-from .._ir.value_source import Unpickled
+from .._ir.value_source import Saved
 from .._sweep.batch_runner import Replays
 from .._sweep.sweep_plan import Plan
 from .._view.plots import plot_heatmap
@@ -28,7 +28,7 @@ from ..program import Program
 
 
 @frozen(eq=False, repr=False)
-class Sweep(Unpickled):
+class Sweep(Saved):
     """What a metric was under each of many patches: `sweep["layer4.1", 3]`, `.values`, `.grid`, `.to_pandas()`.
 
     `values[n]` belongs to `keys[n]`, whose words are named by `axes`. `baseline` is the metric without any patch.

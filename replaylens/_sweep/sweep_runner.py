@@ -23,7 +23,7 @@ from .._ir.node import Call, Input, Ref, refs_in
 from .._ir.ops import Quirk, op_info
 from .._ir.runtime import addresses_memory
 from .._ir.trees import freeze_deep, thaw
-from .._ir.value_source import Unpickled
+from .._ir.value_source import Saved
 from .._ir.write import Write
 from .._replay.alias_analysis import detached_views
 from .._replay.flag_guards import guarded_changes
@@ -385,7 +385,7 @@ def _unlike_others(key: Any, what: str, mine: dict[Path, Any], others: dict[Path
 
 
 @frozen(eq=False)
-class PendingSweep(Unpickled):
+class PendingSweep(Saved):
     """Many replays that were asked for, and have not run yet."""
 
     make: Callable[[], BatchedSweep]  # anew for each run: a metric may read other numbers than when it was planned

@@ -1,0 +1,249 @@
+"""Any object of replaylens as a file, as bytes, or as a pickle: which kinds there are, and how one is opened.
+
+In: an object whose class was registered, or a file. Out: a file, or the object. A file that names functions which are
+not torch's own is refused before anything of it is looked up; see allowed.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pickle import PickleBuffer
+from typing import Any, NamedTuple
+
+import torch
+
+from .._ir.target import Target
+from .._ir.torch_private import outside_of_transforms, without_function_modes
+from .._ir.value_source import set_way_to_pickle
+from ..errors import BadFile, CannotSave, ReplaylensError, UnlawfulGraph, Untrusted
+from .allowed import needs_trust, trusted_target, untrusted
+from .container import Block, Container, as_bytes, open_container, parsed_json, write
+from .graphs import read_graph
+from .pool import Pool, PoolReader
+from .read_trees import TreeReader, bad, mapping, text, texts
+from .write_trees import TreeWriter
+
+Json = Any
+VERSION_OF_REPLAYLENS = "0.1.0"
+
+
+class Kind(NamedTuple):
+    """A class whose objects can be written: its word, and the two ways. Writing gives the JSON once the blocks of the
+    pool are known.
+    """
+
+    word: str
+    cls: type
+    write: Callable[[TreeWriter, Any], Callable[[], Json]]
+    read: Callable[[TreeReader, Json], Any]
+
+
+_by_word: dict[str, Kind] = {}
+_by_class: dict[type, Kind] = {}
+
+
+def register(kind: Kind) -> None:
+    """Make a class known to files."""
+    _by_word[kind.word] = _by_class[kind.cls] = kind
+
+
+def _kind_of(what: Any) -> Kind:
+    for cls in type(what).__mro__:
+        if cls in _by_class:
+            return _by_class[cls]
+    known = ", ".join(sorted(kind.cls.__name__ for kind in _by_word.values()))
+    raise CannotSave(f"a {type(what).__name__} cannot be saved or pickled. What can: {known}.")
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def object_json(writer: TreeWriter, what: Any) -> Callable[[], Json]:
+    """An object inside another one."""
+    kind = _kind_of(what)
+    finished = kind.write(writer, what)
+    return lambda: {"kind": kind.word, "body": finished()}
+
+
+def written(what: Any, finished_by: Callable[[TreeWriter], Callable[[], Json]] | None = None) -> _Written:
+    """An object as a text and blocks. `finished_by` writes it otherwise than its kind does."""
+    kind = _kind_of(what)
+    with without_function_modes(), outside_of_transforms(), torch.inference_mode(False), torch.no_grad():
+        writer = TreeWriter(Pool())
+        try:
+            finished = finished_by(writer) if finished_by is not None else kind.write(writer, what)
+            blocks = writer.pool.blocks()
+            body = {
+                "made": made_by(),
+                "tables": {name: t.rows for name, t in writer.tables.items()},
+                "body": finished(),
+            }
+            return _Written(
+                kind.word, json.dumps(body, separators=(",", ":"), allow_nan=False), blocks, writer.callables
+            )
+        except RecursionError:
+            raise CannotSave(f"a {kind.word} is nested deeper than Python's stack is. Nest less.") from None
+
+
+class _Written(NamedTuple):
+    word: str
+    text: str
+    blocks: list[Block]
+    functions: dict[str, Callable[..., Any]]  # those it names, by name
+
+    def to(self, target: Any) -> None:
+        """Write it to a file."""
+        write(target, self.word, self.text, self.blocks)
+
+
+def made_by() -> dict[str, str]:
+    """The versions that a file is written with."""
+    return {"replaylens": VERSION_OF_REPLAYLENS, "torch": str(torch.__version__).partition("+")[0]}
+
+
+def save(what: Any, path: Any) -> None:
+    """Write an object of replaylens to a file: a program, a run, a sweep, gradients, an attribution, a patch, a mapping
+    of patches, a selection, edits. `replaylens.load` reads it.
+    """
+    written(what).to(path)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class Opened(NamedTuple):
+    """A file whose text was parsed."""
+
+    container: Container
+    made: Mapping[str, str]
+    tables: Mapping[str, list[Json]]
+    body: Json
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The functions that its calls run."""
+        return texts(self.tables["functions"])
+
+
+def opened(source: Any, use_mmap: bool = True, header_only: bool = False) -> Opened:
+    """A file, its text parsed and nothing of it believed."""
+    container = open_container(source, use_mmap, header_only)
+    with reading(container.name):
+        given = mapping(parsed_json(container.text, container.name))
+        if {*given} != {"made", "tables", "body"}:
+            bad("the text of the file is not that of an object")
+        made = {text(name): text(version) for name, version in mapping(given["made"]).items()}
+        return Opened(container, made, TreeReader.checked_tables(given["tables"]), given["body"])
+
+
+class reading:
+    """A block in which whatever a file makes Python or torch raise is a BadFile that names it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        """Nothing is set up."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, BadFile) and not str(error).startswith(self.name):
+            raise BadFile(f"{self.name} is no file that replaylens wrote: {error}.") from None
+        if isinstance(error, UnlawfulGraph) and not str(error).startswith(self.name):
+            raise UnlawfulGraph(f"{self.name}: {error}") from None
+        if isinstance(error, (BadFile, UnlawfulGraph, Untrusted)) or not isinstance(error, _WHAT_FILES_RAISE):
+            return
+        fact = f"{type(error).__name__}: {str(error)[:200]}"
+        raise BadFile(f"{self.name} is no file that replaylens wrote: {fact}") from error
+
+
+_WHAT_FILES_RAISE = (
+    KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, RecursionError, OverflowError,
+    AssertionError, ArithmeticError, ReplaylensError, MemoryError,
+)  # fmt: skip
+
+
+def load_object(
+    source: Any,
+    trust: Sequence[str] = (),
+    verify: bool = True,
+    use_mmap: bool = True,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    read: Callable[[TreeReader, str, Json], Any] | None = None,
+) -> Any:
+    """The object in a file. `functions` are given by who trusts them; `read` reads it otherwise than its kind does."""
+    file = opened(source, use_mmap)
+    container, given = file.container, functions or {}
+    with reading(container.name):
+        if verify:
+            container.verify()
+        names = [name for name in file.functions if name not in given]
+        resolve = _resolver(names, given, trust)
+    with reading(container.name), without_function_modes(), outside_of_transforms(), torch.inference_mode(False):
+        reader = TreeReader(file.tables, PoolReader(container.block, len(container.entries)), resolve)
+        reader.graph = lambda inner: read_graph(reader, inner)
+        return (read or read_kind)(reader, container.kind, file.body)
+
+
+def _resolver(
+    names: list[str], given: Mapping[str, Callable[..., Any]], trust: Sequence[str]
+) -> Callable[[str], Target]:
+    """The functions of a file, by name; Untrusted, before any is looked up, if some may not be."""
+    trusted = (trust,) if isinstance(trust, str) else tuple(trust)
+    if not trusted and (strange := needs_trust(names)):
+        raise untrusted(strange)
+    found = {name: trusted_target(name, trusted) for name in names}
+    found |= {name: Target(name, function) for name, function in given.items()}
+    return lambda name: found[name]
+
+
+def read_kind(reader: TreeReader, word: str, body: Json) -> Any:
+    """An object of the kind with this word."""
+    if word not in _by_word:
+        bad(f"it holds a {word!r:.40}, which this version of replaylens does not know")
+    return _by_word[word].read(reader, body)
+
+
+def read_object(reader: TreeReader, json: Json) -> Any:
+    """An object inside another one."""
+    given = mapping(json)
+    return read_kind(reader, text(given["kind"]), given["body"])
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------------
+
+
+class _Payload:
+    """The bytes of a file within a pickle, in the form that suits its protocol."""
+
+    def __init__(self, data: bytearray) -> None:
+        self.data = data
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if protocol >= 5:
+            return _bytes_of, (PickleBuffer(self.data),)
+        if protocol >= 3:
+            return _bytes_of, (bytes(self.data),)
+        return _bytes_of, (torch.frombuffer(self.data, dtype=torch.uint8),)  # protocol 2 writes bytes as text
+
+
+def _bytes_of(data: Any) -> Any:
+    return bytes(data.tolist()) if isinstance(data, torch.Tensor) else data
+
+
+def pickled(what: Any, protocol: Any) -> Any:
+    """What pickle writes for an object: the bytes of its file, and the functions that are not torch's own, which pickle
+    finds by its own rules.
+    """
+    made = written(what)
+    strange = {name: made.functions[name] for name in needs_trust(made.functions)}
+    return unpickled, (_Payload(as_bytes(made.word, made.text, made.blocks)), strange)
+
+
+def unpickled(data: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:
+    """An object from a pickle."""
+    return load_object(data, functions=functions)
+
+
+set_way_to_pickle(pickled)
+torch.serialization.add_safe_globals([unpickled, _bytes_of])

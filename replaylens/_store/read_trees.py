@@ -1,0 +1,461 @@
+"""The inverse of write_trees.py: JSON of a file, which may say anything, as trees, leaves and shared facts.
+
+In: parsed JSON, and the tables of a file. Out: what was written, or an error: BadFile where a row is none, Untrusted
+for a function that a file may not name unasked. Nothing is imported, called or built that is not named here. A user's
+classes come back as Structs.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from base64 import b64decode
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from attrs import define, evolve, field
+
+from .._edit.part import Part
+from .._edit.patch_ops import PatchOperand, PatchStep
+from .._ir.graph import Graph
+from .._ir.node import Context, Generator, Ref, Scope, Source, TensorSpec
+from .._ir.settings import is_setting
+from .._ir.struct import StructKeys, struct_class
+from .._ir.target import Target
+from .._ir.trees import BackReference, Branch, pytree_plan
+from .._ir.write import Hole
+from ..errors import BadFile
+from .pool import PoolReader, device_named, dtype_named, natural, sizes
+from .write_trees import CLASSES, CONTAINERS, LAYOUTS, MEMORY_FORMATS, TABLES, VIEWS
+
+Json = Any
+_MOST_TEXT = 1_000_000
+
+
+def bad(fact: str) -> NoReturn:
+    """Raise for a row that is none."""
+    raise BadFile(fact)
+
+
+def text(value: Any) -> str:
+    """A text."""
+    if type(value) is not str:
+        bad(f"{value!r:.40} is no text")
+    return value
+
+
+def flag(value: Any) -> bool:
+    """A truth value."""
+    if type(value) is not bool:
+        bad(f"{value!r:.40} is no truth value")
+    return value
+
+
+def number(value: Any) -> float:
+    """A number, or a word for one that JSON lacks."""
+    if type(value) is list and len(value) == 2 and value[0] == "float" and value[1] in _WORDS_OF_FLOATS:
+        return float(value[1])
+    if type(value) not in (int, float):
+        bad(f"{value!r:.40} is no number")
+    return value
+
+
+_WORDS_OF_FLOATS = ("nan", "inf", "-inf")
+
+
+def items(value: Any, least: int = 0, most: int | None = None) -> list[Any]:
+    """A list of so many items."""
+    if type(value) is not list or len(value) < least or (most is not None and len(value) > most):
+        bad(f"{value!r:.40} is no list of the right length")
+    return value
+
+
+def exactly(value: Any, count: int) -> list[Any]:
+    """A list of exactly so many items."""
+    return items(value, count, count)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A mapping."""
+    if type(value) is not dict:
+        bad(f"{value!r:.40} is no mapping")
+    return value
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """Several texts."""
+    return tuple(map(text, items(value)))
+
+
+def optional(read: Callable[[Any], Any], value: Any) -> Any:
+    """None, or what `read` makes of it."""
+    return None if value is None else read(value)
+
+
+def never_called(*args: Any, **kwargs: Any) -> NoReturn:
+    """In the place of a function that a program only names."""
+    raise TypeError("this function is known by its name alone")
+
+
+@define(eq=False)
+class TreeReader:
+    """Reads trees. `functions` gives the Target of a function that is called, by its name."""
+
+    tables: Mapping[str, list[Json]]
+    pool: PoolReader
+    functions: Callable[[str], Target]
+    names: Sequence[str] = ()  # of the nodes of the graph that is read just now
+    graph: Callable[[Json], Graph] | None = None
+    known_objects: list[Any] = field(factory=list)  # in a structure: what was read, by its number
+    _facts: dict[str, list[Any]] = field(factory=dict)  # of each table: what its rows mean, as far as they were read
+
+    @staticmethod
+    def checked_tables(value: Any) -> dict[str, list[Json]]:
+        """The tables of a file, if they are some."""
+        found = mapping(value)
+        if {*found} != {*TABLES}:
+            bad("the tables of the file are not those of this version")
+        return {name: items(rows) for name, rows in found.items()}
+
+    # -- facts that many nodes share -----------------------------------------------------------------------------------
+
+    def _fact(self, table: str, at: Any, read: Callable[[Json], Any]) -> Any:
+        """What a row of a table means. Rows refer to earlier ones, so they are read in order."""
+        known, rows = self._facts.setdefault(table, []), self.tables[table]
+        if type(at) is not int or not 0 <= at < len(rows):
+            bad(f"{at!r:.40} is no row of the {table}")
+        while len(known) <= at:
+            known.append(read(rows[len(known)]))
+        return known[at]
+
+    def _earlier(self, table: str, at: Any) -> Any:
+        known = self._facts[table]
+        if at is None:
+            return None
+        if type(at) is not int or not 0 <= at < len(known):
+            bad(f"a row of the {table} refers to {at!r:.40}, which does not come before it")
+        return known[at]
+
+    def spec(self, at: Any) -> TensorSpec:
+        """The spec with this number."""
+        return self._fact("specs", at, self._spec)
+
+    def _spec(self, row: Json) -> TensorSpec:
+        shape, dtype, device, strides, *rest = items(row, 4, 6)
+        made = TensorSpec(sizes(shape), dtype_named(dtype), str(device_named(device)), optional(sizes, strides))
+        if made.strides is not None and len(made.strides) != len(made.shape):
+            bad("a shape has strides of another length")
+        if not rest:
+            return made
+        stored, layout = exactly(rest, 2)
+        return evolve(made, stored=optional(natural, stored), layout=_known(LAYOUTS, layout))
+
+    def context(self, at: Any) -> Context:
+        """The modes with this number."""
+        return self._fact("contexts", at, self._context)
+
+    def _context(self, row: Json) -> Context:
+        grad, inference, autocast, settings = exactly(row, 4)
+        cast = []
+        for one in items(autocast):
+            device, dtype, cached = exactly(one, 3)
+            cast.append((device_named(device).type, dtype_named(dtype), flag(cached)))
+        pairs = [(text(k), self.value(v)) for k, v in map(_pair, items(settings))]
+        if not all(is_setting(name, value) for name, value in pairs):
+            bad("a call is said to run under a switch that torch has not")
+        return Context(flag(grad), flag(inference), tuple(cast), tuple(pairs))
+
+    def source(self, at: Any) -> Source | None:
+        """The line of code with this number."""
+        return None if at is None else self._fact("sources", at, self._source)
+
+    def _source(self, row: Json) -> Source:
+        file, line, function, caller = exactly(row, 4)
+        name, lines = self._fact("files", file, _file)
+        return Source(name, natural(line), text(function), self._earlier("sources", caller), lines)
+
+    def scope(self, at: Any) -> Scope | None:
+        """The call of a module with this number."""
+        return None if at is None else self._fact("scopes", at, self._scope)
+
+    def _scope(self, row: Json) -> Scope:
+        address, call, kind, parent, source = exactly(row, 5)
+        if natural(call) < 1:
+            bad("a module is said to be called for the 0th time")
+        return Scope(text(address), call, text(kind), self._earlier("scopes", parent), self.source(source))
+
+    def target(self, at: Any) -> Target:
+        """The function with this number."""
+        return self._fact("functions", at, lambda row: self.functions(text(row)))
+
+    def name(self, at: Any) -> Target:
+        """The function with this number, of which only the name counts."""
+        return self._fact("names", at, lambda row: Target(text(row), never_called))
+
+    # -- trees ---------------------------------------------------------------------------------------------------------
+
+    def ref(self, row: Json) -> Ref:
+        """A Ref."""
+        word, node, *path = items(row, 2)
+        if word == "R":
+            return Ref(text(node), tuple(map(natural, path)))
+        if word != "r" or type(node) is not int or not 0 <= node < len(self.names):
+            bad(f"{row!r:.40} is no value of a node")
+        return Ref(self.names[node], tuple(map(natural, path)))
+
+    def value(self, json: Json) -> Any:
+        """A tree of what a call is given."""
+        kind = type(json)
+        if kind is not list:
+            return json if kind is not dict else bad("a mapping stands where an argument should")
+        if not json or type(json[0]) is not str:
+            bad(f"{json!r:.40} is no argument")
+        word = json[0]
+        if word == "r":
+            return self.ref(json)
+        if word == "t":
+            return tuple([self.value(item) for item in json[1:]])
+        if word == "l" or word == "s":
+            kind = list if word == "l" else slice
+            return Branch(
+                kind, tuple([self.value(item) for item in (json[1:] if word == "l" else exactly(json[1:], 3))])
+            )
+        if word == "d":
+            keys = tuple(map(self.key, items(items(json, 2)[1])))
+            return Branch(dict, tuple([self.value(item) for item in exactly(json[2:], len(keys))]), keys)
+        if word in VIEWS:
+            count = len(VIEWS[word]._fields)  # type: ignore[attr-defined]
+            return Branch(VIEWS[word], tuple([self.value(item) for item in exactly(json[1:], count)]))
+        if word == "c":
+            return self._container(json, self.value)
+        return _known(_VALUES, word)(self, json)
+
+    def key(self, json: Json) -> Any:
+        """A key of a mapping."""
+        found = self.value(json)
+        hash(found)
+        return found
+
+    def part(self, json: Json) -> Part:
+        """A part of a tensor."""
+        _, pattern, indices, given = exactly(json, 4)
+        pairs = [(text(k), self._index(v)) for k, v in map(_pair, items(indices))]
+        return Part.restored(
+            text(pattern), tuple(pairs), tuple([(text(k), natural(v)) for k, v in map(_pair, items(given))])
+        )
+
+    def _index(self, json: Json) -> Any:
+        if type(json) is list and json and json[0] == "S":
+            return self.value(json)
+        if type(json) is list:
+            return tuple([_whole(one) for one in items(json, 1)])
+        return _whole(json)
+
+    # -- structures ----------------------------------------------------------------------------------------------------
+
+    def structure(self, json: Json, leaf: Callable[[Json], Any] | None = None) -> Any:
+        """A tree of inputs or outputs. `leaf` reads what is no container."""
+        before, self.known_objects = self.known_objects, []
+        try:
+            return self._opened(json, leaf or self._inert)
+        finally:
+            self.known_objects = before
+
+    def _opened(self, json: Json, leaf: Callable[[Json], Any]) -> Any:
+        word = json[0] if type(json) is list and json else None
+        if word == "t":
+            return tuple([self._opened(item, leaf) for item in json[1:]])
+        if word == "same":
+            at = exactly(json, 2)[1]
+            if type(at) is not int or not 0 <= at < len(self.known_objects) or self.known_objects[at] is _UNFINISHED:
+                bad("a container is said to be one that was not read before")
+            return self.known_objects[at]
+        if word != "c" and word not in _WITH_IDENTITY and word != "s":
+            return leaf(json)
+        at = len(self.known_objects)
+        self.known_objects.append(_UNFINISHED)
+        if word == "c" or word == "s":
+            made = self._container(json, lambda item: self._opened(item, leaf))
+        else:
+            made = leaf(json)
+        self.known_objects[at] = made
+        return made
+
+    def _container(self, json: Json, read: Callable[[Json], Any]) -> Branch:
+        if json[0] == "s":
+            return Branch(slice, tuple(map(read, exactly(json[1:], 3))))
+        _, words, keys, held, *rest = items(json, 4, 5)
+        more = mapping(rest[0]) if rest else {}
+        if not {*more} <= {"loop", "count", "factory", "most", "hidden"}:
+            bad("a container has facts that none has")
+        names = None if keys is None else tuple([self.structure(key) for key in items(keys)])
+        hash(names)
+        filled = tuple(map(read, items(held)))
+        if names is not None and len(names) != len(filled):
+            bad("a container has other keys than items")
+        loop, count = optional(natural, more.get("loop")), optional(natural, more.get("count"))
+        if type(words) is str:
+            return evolve(_builtin(words, names, filled, more), loop=loop)
+        kind = struct_class(*map(text, exactly(words, 3)))
+        if names is None:
+            bad("a container has no keys")
+        if "hidden" in more:
+            return Branch(kind, filled, None, StructKeys(names), loop=loop, count=count)
+        return Branch(kind, filled, names, loop=loop, count=count)
+
+    def _inert(self, json: Json) -> Any:
+        """A leaf of a structure."""
+        if type(json) is not list:
+            return json if type(json) is not dict else bad("a mapping stands where a value should")
+        word = items(json, 1)[0]
+        if word == "r" or word == "R":
+            return self.ref(json)
+        if word == "<":
+            return BackReference(natural(exactly(json, 2)[1]))
+        if word == "class" and len(json) == 3:
+            return struct_class(text(json[1]), text(json[2]), "object")
+        if word == "set" or word == "frozenset":
+            found = [self._inert(item) for item in json[1:]]
+            return set(found) if word == "set" else frozenset(found)
+        if word == "object":
+            _, names, keys, held = exactly(json, 4)
+            kind = struct_class(*map(text, exactly(names, 3)))
+            pairs = [
+                (self._opened(k, self._inert), self._opened(v, self._inert))
+                for k, v in zip(items(keys), exactly(held, len(keys)), strict=True)
+            ]
+            return kind.made(tuple([k for k, _ in pairs]), tuple([v for _, v in pairs]))
+        return _known(_VALUES, word)(self, json)
+
+
+_UNFINISHED = object()
+_WITH_IDENTITY = frozenset(("set", "frozenset", "object", "L", "D", "generator", "array"))
+
+
+def _known(table: Mapping[str, Any], word: Any) -> Any:
+    if type(word) is not str or word not in table:
+        bad(f"{word!r:.40} is no word of a file")
+    return table[word]
+
+
+def _pair(row: Any) -> tuple[Any, Any]:
+    one, other = exactly(row, 2)
+    return one, other
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        bad(f"{value!r:.40} is no whole number")
+    return value
+
+
+def _file(row: Json) -> tuple[str, dict[int, str]]:
+    name, lines = exactly(row, 2)
+    found = {}
+    for at, line in mapping(lines).items():
+        if not (at.isascii() and at.isdigit() and len(at) < 10):
+            bad("a line of code has no number")
+        found[int(at)] = text(line) + "\n"
+    return text(name), found
+
+
+def _builtin(word: str, keys: Any, held: tuple[Any, ...], more: dict[str, Any]) -> Branch:
+    """A container of Python or torch, whose class is known."""
+    kind = _known(CONTAINERS, word)
+    if kind is dict:
+        return Branch(dict, held, keys if keys is not None else bad("a dict has no keys"))
+    places = range(len(held))
+    if kind is OrderedDict or kind is defaultdict:
+        if keys is None or len({*keys}) != len(held):
+            bad("a mapping has other keys than items")
+        pairs = zip(keys, places, strict=True)
+        if kind is OrderedDict:
+            return pytree_plan(OrderedDict(pairs), held)
+        factory = more.get("factory")
+        return pytree_plan(defaultdict(_known(CLASSES, factory) if factory else None, pairs), held)
+    if kind is deque:
+        return pytree_plan(deque(places, optional(natural, more.get("most"))), held)
+    if kind is MappingProxyType and len(held) != 1:
+        bad("a read-only mapping holds several mappings")
+    if word.startswith("return_types."):
+        return pytree_plan(kind(places), held)
+    return Branch(kind, held)
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------------
+
+
+def _numpy(reader: TreeReader, json: Json) -> Any:
+    _, name, value = exactly(json, 3)
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        bad("holds a number of numpy, which is not imported. Import numpy first")
+    if not re.fullmatch(r"u?int(8|16|32|64)|float(16|32|64)|complex(64|128)|bool", text(name)):
+        bad(f"{name!r:.40} is no dtype of numpy that a file names")
+    return numpy.dtype(name).type(number(value) if type(value) is not bool else value)
+
+
+def _array(reader: TreeReader, json: Json) -> Any:
+    return reader.pool.tensor(exactly(json, 2)[1]).clone().numpy()
+
+
+def _integer(reader: TreeReader, json: Json) -> int:
+    digits = text(exactly(json, 2)[1])
+    if not re.fullmatch(r"-?0x[0-9a-f]{1,64}", digits):
+        bad(f"{digits!r:.40} is no number")
+    return int(digits, 16)
+
+
+def _patch(reader: TreeReader, json: Json) -> PatchStep:
+    _, target, args, kwargs = exactly(json, 4)
+    pairs = [(text(k), reader.value(v)) for k, v in map(_pair, items(kwargs))]
+    return PatchStep(reader.target(target), tuple([reader.value(arg) for arg in items(args)]), tuple(pairs))
+
+
+def _graph(reader: TreeReader, json: Json) -> Graph:
+    if reader.graph is None:
+        bad("a program stands where none can")
+    return reader.graph(exactly(json, 2)[1])
+
+
+def _class(reader: TreeReader, json: Json) -> type:
+    return _known(CLASSES, exactly(json, 2)[1])
+
+
+def _bytes(reader: TreeReader, json: Json) -> bytes:
+    return b64decode(text(exactly(json, 2)[1]), validate=True)
+
+
+_VALUES: dict[str, Callable[[TreeReader, Json], Any]] = {
+    "R": lambda reader, json: reader.ref(json),
+    "L": lambda reader, json: [reader.value(item) for item in json[1:]],
+    "D": lambda reader, json: dict(
+        zip(map(reader.key, items(json[1])), map(reader.value, exactly(json[2:], len(json[1]))), strict=True)
+    ),
+    "S": lambda reader, json: slice(*[optional(_whole, one) for one in exactly(json[1:], 3)]),
+    "F": lambda reader, json: reader.target(exactly(json, 2)[1]),
+    "f": lambda reader, json: reader.target(exactly(json, 2)[1]).function,
+    "hole": lambda reader, json: Hole.HERE,
+    "generator": lambda reader, json: Generator(text(exactly(json, 2)[1])),
+    "part": lambda reader, json: reader.part(json),
+    "patch": _patch,
+    "operand": lambda reader, json: PatchOperand(natural(exactly(json, 2)[1])),
+    "graph": _graph,
+    "array": _array,
+    "numpy": _numpy,
+    "class": _class,
+    "float": lambda reader, json: number(json),
+    "int": _integer,
+    "complex": lambda reader, json: complex(*map(number, exactly(json[1:], 2))),
+    "bytes": _bytes,
+    "...": lambda reader, json: ...,
+    "dtype": lambda reader, json: dtype_named(exactly(json, 2)[1]),
+    "device": lambda reader, json: device_named(exactly(json, 2)[1]),
+    "layout": lambda reader, json: _known(LAYOUTS, exactly(json, 2)[1]),
+    "format": lambda reader, json: _known(MEMORY_FORMATS, exactly(json, 2)[1]),
+    "size": lambda reader, json: torch.Size([_whole(one) for one in json[1:]]),
+    "range": lambda reader, json: range(*[_whole(one) for one in exactly(json[1:], 3)]),
+}
