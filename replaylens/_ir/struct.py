@@ -94,8 +94,10 @@ class Struct:
 
 
 def _get(struct: Struct, key: Any, default: Any = None) -> Any:
-    found: Any = struct[key] if key in struct else default
-    return found
+    try:
+        return struct[key]
+    except KeyError:
+        return default
 
 
 _MAPPING: dict[str, Any] = {

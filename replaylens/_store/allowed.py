@@ -95,6 +95,7 @@ _PLAIN = re.compile(
     r"(Tensor|int|float|bool|number|complex|str|Device|Generator|__torch__\.torch\.classes\.(quantized|rnn)\.\w+)\]*"
 )
 _MOST_SHOWN = 20
+_LONGEST = 1000
 
 
 def known_function(name: str) -> Callable[..., Any] | None:
@@ -201,15 +202,16 @@ def _is_plain(schema: Any) -> bool:
 def _operator(name: str) -> Callable[..., Any] | None:
     """The operator of this name: `torch.ops.aten.add`, or one overload of it, `torch.ops.aten.add.Tensor`."""
     found = _OPERATOR.fullmatch(name)
-    if found is None or found[1] not in _LIBRARIES or any(found[2] in words for words in _WITHHELD.values()):
+    library, word, overload = found.groups() if found else ("", "", None)
+    if library not in _LIBRARIES or any(word in words for words in _WITHHELD.values()):
         return None
-    overloads = [_overload(one) for one in schemas_of_operator(f"{found[1]}::{found[2]}") if _is_plain(one)]
-    if not overloads or (found[3] or overloads[0]) not in overloads:
+    overloads = [_overload(one) for one in schemas_of_operator(f"{library}::{word}") if _is_plain(one)]
+    if not overloads or (overload or overloads[0]) not in overloads:
         return None
     # Namespaces and packets have attributes of their own besides, which an operator may be called like.
-    packet = getattr(getattr(torch.ops, found[1]), found[2])
-    operator = packet if found[3] is None else getattr(packet, found[3], None)
-    kind = OpOverloadPacket if found[3] is None else OpOverload
+    packet = getattr(getattr(torch.ops, library), word)
+    operator = packet if overload is None else getattr(packet, overload, None)
+    kind = OpOverloadPacket if overload is None else OpOverload
     return operator if isinstance(packet, OpOverloadPacket) and isinstance(operator, kind) else None
 
 
@@ -245,7 +247,7 @@ def _lets_in(entries: Iterable[str], name: str) -> bool:
 
 
 def _is_dotted(name: str) -> bool:
-    return "." in name and all(map(str.isidentifier, name.split(".")))
+    return "." in name and len(name) <= _LONGEST and all(map(str.isidentifier, name.split(".")))
 
 
 def _is_guarded(name: str) -> bool:
@@ -286,9 +288,10 @@ def _is_there(name: str) -> bool:
     """True if torch, or this package, has a function of this name. It is looked for where everything is imported
     already, and no object is asked, so that nothing runs.
     """
-    if operator := _OPERATOR.fullmatch(name):
-        overloads = [_overload(one) for one in schemas_of_operator(f"{operator[1]}::{operator[2]}")]
-        return bool(overloads) and (operator[3] or overloads[0]) in overloads
+    if found := _OPERATOR.fullmatch(name):
+        library, word, overload = found.groups()
+        overloads = [_overload(one) for one in schemas_of_operator(f"{library}::{word}")]
+        return bool(overloads) and (overload or overloads[0]) in overloads
     path, *words = name.split(".")
     place: Any = sys.modules.get(path)
     for word in words:

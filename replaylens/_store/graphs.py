@@ -109,8 +109,6 @@ def _read_given(reader: TreeReader, json: Json, forms: dict[str, FieldForm]) -> 
 _DEFAULTS: dict[type, dict[str, Any]] = {
     kind: {one.name: one.default for one in fields(kind)} for kind in (Call, Write, InnerGradient, Guard)
 }
-    kind: {one.name: one.default for one in fields(kind)} for kind in (Call, Write, InnerGradient, Guard)
-}
 
 
 def _node_row(writer: TreeWriter, node: Node) -> Json:
