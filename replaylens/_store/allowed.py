@@ -85,7 +85,7 @@ _NEVER = (
 )
 _PLACES: tuple[tuple[str, Any], ...] = (
     *(("torch.Tensor", torch.Tensor), ("torch.nn.functional", torch.nn.functional), ("torch", torch)),
-    *OPERATOR_PLACES,
+    *[(path, place) for path, place in OPERATOR_PLACES if path != "torch._C"],  # which is full of machinery
 )
 _KINDS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _LIBRARIES = ("aten", "prims", "quantized", "quantized_decomposed", "torchvision")
@@ -103,9 +103,12 @@ def known_function(name: str) -> Callable[..., Any] | None:
     return _functions().get(name) or _operator(name)
 
 
-def needs_trust(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the names that not every file may call, sorted."""
-    return tuple(sorted({name for name in names if known_function(name) is None}))
+def needs_trust(names: Iterable[str], trust: Sequence[str] = ()) -> tuple[str, ...]:
+    """Those of the names that not every file may call, and that `trust` does not let in, sorted. Nothing is imported:
+    ask this of all names of a file before `trusted_target` imports the first.
+    """
+    entries = _entries(trust)
+    return tuple(sorted({name for name in names if known_function(name) is None and not _lets_in(entries, name)}))
 
 
 def trusted_target(name: str, trust: Sequence[str]) -> Target:
@@ -137,17 +140,17 @@ def untrusted(names: Iterable[str]) -> Untrusted:
         found[_why_untrusted(name)].append(name)
     lines = []
     if others := found[_Why.UNKNOWN]:
-        entries = _listed([f'"{_shown(entry)}"' for entry in _shortest_entries(others)])
-        lines.append(f"The file calls functions that need your trust: {_names(others)}.")
+        entries = _listed(_shortest_entries(others), quote='"')
+        lines.append(f"The file calls functions that need your trust: {_listed(others)}.")
         lines.append(f"If you know what they do, load it with trust=[{entries}].")
     if never := found[_Why.NEVER]:
-        lines.append(f"No trust lets in what runs code, imports, opens files or unpickles: {_names(never)}.")
+        lines.append(f"No trust lets in what runs code, imports, opens files or unpickles: {_listed(never)}.")
     if missing := found[_Why.MISSING]:
-        lines.append(f"Not found in torch {torch.__version__} or in this replaylens: {_names(missing)}.")
+        lines.append(f"Not found in torch {torch.__version__} or in this replaylens: {_listed(missing)}.")
     if any(name.startswith("torch.ops.") for name in missing):
         lines.append("Operators of a library are found once it is imported.")
     if nameless := found[_Why.NAMELESS]:
-        lines.append(f"No names of functions: {_names(nameless)}.")
+        lines.append("No names of functions: " + _listed(nameless, quote="'") + ".")
     return Untrusted("\n".join(lines))
 
 
@@ -184,7 +187,7 @@ def _of_layers() -> list[Callable[..., Any]]:
 
 def _getters() -> list[Callable[..., Any]]:
     """What `x.T` and `x.shape` call."""
-    found = [getattr(torch.Tensor, word) for word in dir(torch.Tensor) if not word.startswith("__")]
+    found = [getattr(torch.Tensor, word, None) for word in dir(torch.Tensor) if word != "__weakref__"]
     return [one.__get__ for one in found if isinstance(one, (types.GetSetDescriptorType, property))]
 
 
@@ -319,16 +322,12 @@ def _entry_for(name: str) -> str:
     return ".".join(words[: classes[0] if classes else -1])
 
 
-def _names(names: Iterable[str]) -> str:
-    return _listed(list(map(_shown, names)))
-
-
-def _listed(words: list[str]) -> str:
-    more = [f"and {len(words) - _MOST_SHOWN} more"] if len(words) > _MOST_SHOWN else []
-    return ", ".join([*words[:_MOST_SHOWN], *more])
+def _listed(names: Sequence[str], quote: str = "") -> str:
+    shown = [f"{quote}{_shown(name)}{quote}" for name in names[:_MOST_SHOWN]]
+    return ", ".join([*shown, *([f"and {len(names) - _MOST_SHOWN} more"] if len(names) > _MOST_SHOWN else [])])
 
 
 def _shown(name: str) -> str:
-    """A name, so that nothing in it looks like something else."""
-    shown = ascii(name)[1:-1] if all(map(str.isidentifier, name.split("."))) else ascii(name)
+    """A name of which nothing looks like something else."""
+    shown = ascii(name)[1:-1]
     return shown if len(shown) <= 120 else f"{shown[:120]}..."

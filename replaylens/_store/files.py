@@ -172,6 +172,7 @@ def load_object(
     read: Callable[[TreeReader, str, Json], Any] | None = None,
 ) -> Any:
     """The object in a file. `functions` are given by who trusts them; `read` reads it otherwise than its kind does."""
+    needs_trust((), trust)  # whoever gives nonsense is told so, and not that the file is bad
     file = opened(source, use_mmap)
     container, given = file.container, functions or {}
     with reading(container.name):
@@ -189,10 +190,9 @@ def _resolver(
     names: list[str], given: Mapping[str, Callable[..., Any]], trust: Sequence[str]
 ) -> Callable[[str], Target]:
     """The functions of a file, by name; Untrusted, before any is looked up, if some may not be."""
-    trusted = (trust,) if isinstance(trust, str) else tuple(trust)
-    if not trusted and (strange := needs_trust(names)):
+    if strange := needs_trust(names, trust):
         raise untrusted(strange)
-    found = {name: trusted_target(name, trusted) for name in names}
+    found = {name: trusted_target(name, trust) for name in names}
     found |= {name: Target(name, function) for name, function in given.items()}
     return lambda name: found[name]
 
