@@ -61,7 +61,7 @@ from .errors import (
     Untrusted as Untrusted,
     WrongCount as WrongCount,
 )
-from .files import load as load
+from .files import FileInfo as FileInfo, inspect as inspect, load as load
 from .program import Program as Program, capture as capture, check as check, run as run
 
 __version__ = "0.1.0"

@@ -224,7 +224,17 @@ class Program(ProgramBase):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        return self if self._outline is not None else pytree.tree_map(_copied, self)
+        """The same program on tensors of its own, which no training changes. It still runs the model where a replay
+        leaves the recorded path, on these tensors.
+        """
+        if self._outline is not None:
+            return self
+        made: Program = pytree.tree_map(_copied, self)
+        beginning, lent = self._beginning, self._record.lent
+        if beginning is not None and not lent:
+            held = self._record.live if beginning.objects is None else beginning.objects
+            made._beginning = evolve(beginning, objects=held)
+        return made
 
     def __repr__(self) -> str:
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._index.order)} layers>"

@@ -16,7 +16,7 @@ from attrs import evolve
 
 from ._capture.capture import Captured, record_of
 from ._capture.rerun.live_patches import MatchingSites
-from ._capture.rerun.run import as_run, next_forward_difference, run_with_patches
+from ._capture.rerun.run import as_run, next_forward_difference, prove, run_with_patches
 from ._capture.snapshot import ForwardState
 from ._edit.edges import Edge
 from ._edit.patch import has_source
@@ -39,7 +39,16 @@ from ._layers.program_metadata import ProgramMetadata
 from ._replay.gradients import Grads, GradTargets, grad_targets, gradients, with_output
 from ._replay.guards import Departure, RerunRequired
 from ._replay.inputs import CAPTURE_AGAIN, GivenInputs, copied_outside_inference, new_inputs, new_state
-from ._replay.record import OVERWRITTEN, Record, Versions, completed_record, detached, keeping_only, with_values
+from ._replay.record import (
+    OVERWRITTEN,
+    Record,
+    Versions,
+    absent_text,
+    completed_record,
+    detached,
+    keeping_only,
+    with_values,
+)
 from ._replay.replay import replay
 from ._replay.request import LivePatchScope, ModuleOutputChange, Request
 from ._replay.resolve_patches import changes_of
@@ -206,6 +215,8 @@ class ProgramBase(ProgramMetadata, ValueSource):
         if type(tree) is Ref and tree in record.values:
             return detached(record.value(tree))
         missing = [leaf for leaf in refs_in(tree) if leaf not in record.values]
+        if absent := next((leaf for leaf in missing if leaf.node in record.absent), None):
+            raise NotSaved(absent_text(record.graph, absent))
         if missing and not again:
             name = place.node
             raise NotSaved(f"the value of {name} was not saved. `prog.recover({name!r})` computes it again.")
@@ -392,6 +403,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
     def _rerun(self, request: Request, first: Departure | None, given: Any = None) -> Run:
         """Run the model itself with the changes of a request. `first` is how a replay left the recorded path."""
         assert self._beginning is not None
+        prove(self._beginning, self._record)
         try:
             made = run_with_patches(self._beginning, self._record, request, given or request.inputs)
         except DivergedReplay as refusal:

@@ -19,7 +19,7 @@ import random
 import sys
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from ctypes import string_at
 from functools import cache, lru_cache, partial
@@ -516,6 +516,8 @@ class ForwardState:
     unknown: str = "raise"
     generators: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()  # others that it drew from, with their states
     lent: frozenset[int] = frozenset()  # ids of those that the caller provided
+    objects: Mapping[str, torch.Tensor] | None = None  # by node: the model's own, where the record has copies of them
+    is_proven: bool = True  # else the model was bound to a file, and nobody knows yet whether it is the recorded one
 
     def held_now(self) -> ForwardState:
         """The same, with the modules and tensors that the model holds now."""

@@ -9,7 +9,7 @@ began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -60,6 +60,7 @@ from .same_forward import ForwardComparison
 from .substitutes import PendingSubstitute
 
 T = TypeVar("T")
+Held = Mapping[str, torch.Tensor]  # by the name of a node: the model's own tensor
 
 
 @frozen(eq=False)
@@ -111,6 +112,24 @@ def next_forward_difference(start: ForwardState, record: Record) -> str:
     return ForwardComparison(record, found).difference()
 
 
+def prove(start: ForwardState, record: Record) -> None:
+    """Raise StaleValue unless the model that was bound to a loaded program does what was recorded, on its inputs."""
+    if start.is_proven:
+        return
+    before = RngState()
+    try:
+        start.rng.put_back()
+        why = next_forward_difference(start, record)
+    finally:
+        before.put_back()
+    if why:
+        raise StaleValue(
+            f"the model that was given by state= is not the one that was recorded: on the recorded inputs it {why}.\n"
+            "Give that one, in the same mode (`eval()` or `train()`), or load the file without state=."
+        )
+    start.is_proven = True
+
+
 def run_with_patches(start: ForwardState, record: Record, request: Request, given: Any = None) -> LiveRun:
     """Runs the model, patched as a request says, on the recorded inputs unless `given` others.
 
@@ -130,7 +149,8 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
         )
     numbers = input_numbers(graph, *(given or ())) if given else {node.name: node.path[0] for node in graph.input_nodes}
     inputs = {numbers[name]: patch for name, patch in patches.sources.items() if name in numbers}
-    make = partial(_substitutes, record, request, patches)
+    held = record.live if start.objects is None else start.objects
+    make = partial(_substitutes, record, held, request, patches)
     state = _state_in_inputs(start.model, record) if request.inputs is None and given is None else {}
     separate, most = given is None and not request.fresh, max(10_000, 100 * len(graph))
     setup = LiveSetup(
@@ -313,18 +333,19 @@ def _run(
 
 
 def _substitutes(
-    record: Record, request: Request, patches: LivePatches, tracer: PatchingTracer
+    record: Record, held: Held, request: Request, patches: LivePatches, tracer: PatchingTracer
 ) -> list[tuple[torch.Tensor, PendingSubstitute]]:
     """The substitutes of parameters, buffers and constants: recorded values where the model now holds others, values
-    that the request gives, and patched ones.
+    that the request gives, and patched ones. `held` are the model's own, by node.
     """
     found: list[tuple[torch.Tensor, PendingSubstitute]] = []
     named = addresses(tracer.origins.table)
     modules = {named[id(module)]: module for module in tracer.origins.modules}
     given = addresses_given_memory(record.graph)
     for node in record.graph.nodes:
-        if isinstance(node, State) and node.name in record.live:
-            objects, value = _objects(node, modules, record), _value(node, record, request)
+        if isinstance(node, State) and node.name in held:
+            own = held[node.name]
+            objects, value = _objects(node, modules, own), _value(node, record, request, own)
             where: Any = _where(node.address, modules)
         elif isinstance(node, Const) and node.name in patches.sources:
             value, where = _constant(node, record), node.origin
@@ -387,9 +408,9 @@ def _state_in_recorded_inputs(
             yield first, PendingSubstitute("buffer", _where(address, modules), (now,), first)
 
 
-def _value(node: State, record: Record, request: Request) -> torch.Tensor:
+def _value(node: State, record: Record, request: Request, own: torch.Tensor) -> torch.Tensor:
     """The recorded or given value, as the model's own object where that still is this value."""
-    value, own = supply(record, request, Ref(node.name)), record.live[node.name]
+    value = supply(record, request, Ref(node.name))
     given = request.given.get(record.graph.positions[node.name])
     if given is not None and given.requires_grad != value.requires_grad:  # the model may read the flag
         return given
@@ -402,9 +423,9 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.layout is not torch.strided or (one.shape, one.stride()) == (other.shape, other.stride())
 
 
-def _objects(node: State, modules: dict[str, nn.Module], record: Record) -> list[torch.Tensor]:
+def _objects(node: State, modules: dict[str, nn.Module], own: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that the model holds at the addresses of a node now, then the one that it held when recorded."""
-    found = [record.live[node.name]]
+    found = [own]
     for address in (node.address, *node.aliases) if node.kind != "attribute" else ():
         module, key = _where(address, modules)
         now = held_tensor(module, key) if module is not None else None
