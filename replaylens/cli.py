@@ -1,4 +1,5 @@
-"""The command line: `replaylens check package.module:factory --input 1,3,224,224`, and `replaylens show`.
+"""The command line: `replaylens check package.module:factory --input 1,3,224,224`, and `replaylens show`. Both take a
+saved file as well: `replaylens check model.rlp`.
 
 In: arguments. Out: text, and an exit status for CI: 0 if all laws hold, 1 if one is broken, 2 if nothing could be
 checked. The factory is a model, or a callable that returns a model, `(model, args)` or `(model, args, kwargs)`.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from math import prod
@@ -17,7 +19,8 @@ import torch
 
 from ._ir.util import notes_of
 from .errors import ReplaylensError
-from .program import capture, check
+from .files import inspect, load
+from .program import Program, capture, check
 
 HOLDS, BROKEN, NOT_ASKED, INTERRUPTED = 0, 1, 2, 130
 Subject = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a model and its inputs
@@ -56,29 +59,71 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> int:
-    model, args, kwargs = _subject(options)
-    report = check(model, *args, sample=options.sample, **kwargs)
+    if _is_file(options.model):
+        prog = _loaded(options)
+        if not isinstance(prog, Program):
+            raise UsageError(f"{options.model} holds a {type(prog).__name__}; only a program can be checked.")
+        report = prog.check(options.sample)
+    else:
+        model, args, kwargs = _subject(options)
+        report = check(model, *args, sample=options.sample, **kwargs)
     print(report)
     return HOLDS if report else BROKEN
 
 
 def _show(options: argparse.Namespace) -> int:
-    model, args, kwargs = _subject(options)
-    prog = capture(model, *args, **kwargs)
+    if options.header:
+        if not _is_file(options.model):
+            raise UsageError(f"--header is for files, and {options.model!r} is none.")
+        print(inspect(options.model))
+        return HOLDS
+    if _is_file(options.model):
+        prog = _loaded(options)
+    else:
+        model, args, kwargs = _subject(options)
+        prog = capture(model, *args, **kwargs)
+    if options.code and not isinstance(prog, Program):
+        raise UsageError(f"{options.model} holds a {type(prog).__name__}; --code is for programs.")
     print(prog.code if options.code else prog)
     return HOLDS
+
+
+def _is_file(name: str) -> bool:
+    """True for a file, or for what cannot be a model: `runs/model.rlp`."""
+    return os.path.isfile(name) or name.endswith(".rlp")
+
+
+def _loaded(options: argparse.Namespace) -> Any:
+    given = [f"--{word}" for word in ("input", "train") if getattr(options, word)]
+    if given:
+        raise UsageError(f"{given[0]} is for models; a file has its own inputs.")
+    if options.trust and "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return load(options.model, trust=options.trust)
+    except OSError as error:
+        raise UsageError(f"{options.model}: {error.strerror}.") from None
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="replaylens", description="Forward passes of PyTorch models as programs.")
     acts = parser.add_subparsers(required=True, metavar="check | show")
     for word, act, text in (
-        ("check", _check, "capture a model and prove that the program is right; exit status 0, or 1 if it is not"),
-        ("show", _show, "capture a model and print what its forward pass was"),
+        (
+            "check",
+            _check,
+            "prove that the program of a model, or of a file, is right; exit status 0, or 1 if it is not",
+        ),
+        ("show", _show, "print what the forward pass of a model, or of a file, was"),
     ):
         one = acts.add_parser(word, help=text, description=text)
         one.set_defaults(act=act)
-        one.add_argument("model", metavar="package.module:factory", help="a model, or a callable that gives one")
+        one.add_argument(
+            "model", metavar="package.module:factory|file.rlp", help="a model, a callable that gives one, or a file"
+        )
+        one.add_argument(
+            "--trust", action="append", default=[], metavar="package.module", help="let a file call these functions"
+        )
         one.add_argument(
             "--input", action="append", default=[], metavar="1,3,224,224", help="shape of an input; may come again"
         )
@@ -88,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--train", action="store_true", help="in training mode; without it the model is put in eval")
         one.add_argument("--grad", action="store_true", help="with gradients on; without it they are off")
     acts.choices["check"].add_argument("--sample", type=_count, help="ask only so many nodes, or such a share of them")
+    acts.choices["show"].add_argument(
+        "--header", action="store_true", help="of a file: what it says of itself, unopened"
+    )
     acts.choices["show"].add_argument("--code", action="store_true", help="print the program as Python")
     return parser
 

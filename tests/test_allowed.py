@@ -522,13 +522,15 @@ def test_the_message_says_that_operators_come_with_their_library():
     )
 
 
-def test_an_operator_of_an_imported_library_is_trusted_by_its_full_name():
+def test_an_operator_of_an_imported_library_is_trusted_by_its_full_name_or_its_librarys():
     library = torch.library.Library("trusted_library", "FRAGMENT")
     try:
         library.define("same(Tensor x) -> Tensor")
         name = "torch.ops.trusted_library.same.default"
-        assert str(untrusted([name])).endswith(f'load it with trust=["{name}"].')
-        assert trusted_target(name, [name]).function is torch.ops.trusted_library.same.default
+        assert str(untrusted([name])).endswith('load it with trust=["torch.ops.trusted_library"].')
+        for trust in ([name], ["torch.ops.trusted_library"]):
+            assert trusted_target(name, trust).function is torch.ops.trusted_library.same.default
+        assert needs_trust([name], ["torch.ops", "torch", "torch.ops.aten"]) == (name,)
     finally:
         library._destroy()
 

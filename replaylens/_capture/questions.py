@@ -28,11 +28,6 @@ MODES: dict[str, Callable[[], bool]] = {
 _SHOWING_FLAGS = frozenset(("_grad_preprocess", "_str_intern"))
 
 
-def next_functions(tensor: torch.Tensor) -> Any:
-    """The previous steps in the autograd history of a tensor."""
-    return None if tensor.grad_fn is None else tensor.grad_fn.next_functions
-
-
 class Query(NamedTuple):
     """A question as it was met: of which tensor, at which record, from which line."""
 

@@ -25,7 +25,15 @@ from torch.autograd import forward_ad
 from .._ir.memory import storage_of, version_of
 from .._ir.node import SAME_TENSOR
 from .._ir.ops import Quirk, op_info
-from .._ir.runtime import alias, deepcopied, exception_name, exception_text, read_in_another_thread, what_is_raised
+from .._ir.runtime import (
+    alias,
+    deepcopied,
+    exception_name,
+    exception_text,
+    next_functions,
+    read_in_another_thread,
+    what_is_raised,
+)
 from .._ir.settings import SMALLEST_NORMAL, are_default
 from .._ir.target import Target
 from .._ir.torch_private import (
@@ -61,7 +69,7 @@ from .output_aliases import (
     template_references,
 )
 from .provenance import Provenance, StartMark, is_older
-from .questions import next_functions, shows_flags
+from .questions import shows_flags
 from .recorder import Recorder, RetraceAtDispatch, ThreadRead, first_user_frame, tensors_in
 from .recording import (
     PLAIN,

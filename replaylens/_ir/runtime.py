@@ -52,6 +52,11 @@ def deepcopied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
+def next_functions(tensor: torch.Tensor) -> Any:
+    """The previous steps in the autograd history of a tensor."""
+    return None if tensor.grad_fn is None else tensor.grad_fn.next_functions
+
+
 def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
     """The exception that a call raises on these values, or None. Changes nothing: the call gets copies, and the
     generator is restored.

@@ -63,7 +63,8 @@ _WITHOUT_KERNEL: dict[str, frozenset[str]] = {
 }
 _OURS: tuple[Callable[..., Any], ...] = (
     *(runtime.alias, runtime.as_strided_from, runtime.blank, runtime.blank_filled, runtime.deepcopied),
-    *(runtime.fill_new, runtime.gathered, runtime.in_old_layout, runtime.read_in_another_thread, runtime.resized),
+    *(runtime.fill_new, runtime.gathered, runtime.in_old_layout, runtime.next_functions),
+    *(runtime.read_in_another_thread, runtime.resized),
     *(autograd.new_parameter, autograd.requiring_grad, autograd.with_gradient_hook, autograd.with_history_of),
     *(mutate, differentiate, apply_to_several),
     *(patch_ops.add, patch_ops.apply, patch_ops.chain, patch_ops.clamp, patch_ops.mean, patch_ops.noise),
@@ -89,6 +90,8 @@ _PLACES: tuple[tuple[str, Any], ...] = (
 )
 _KINDS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _LIBRARIES = ("aten", "prims", "quantized", "quantized_decomposed", "torchvision")
+# Operators of these come with torch, and go by their full names.
+_OF_TORCH = frozenset((*_LIBRARIES, "prim", "c10d", "c10d_functional", "_c10d_functional", "higher_order", "profiler"))
 _OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)(?:\.(\w+))?", re.ASCII)
 _PLAIN = re.compile(
     r"((Optional|List)\[)*"
@@ -242,15 +245,24 @@ def _entries(trust: Any) -> tuple[str, ...]:
 
 def _lets_in(entries: Iterable[str], name: str) -> bool:
     """True if one of the names is that of the function, or of what it is in. What is torch's or ours goes by its full
-    name: `trust=["torch"]` says nothing of `torch.load`.
+    name: `trust=["torch"]` says nothing of `torch.load`; of operators the library's is enough.
     """
     if not _is_dotted(name) or _is_never(name):
         return False
-    return any(name == entry or (not _is_guarded(name) and name.startswith(f"{entry}.")) for entry in entries)
+    return any(
+        name == entry or (name.startswith(f"{entry}.") and (not _is_guarded(name) or _is_library(entry)))
+        for entry in entries
+    )
 
 
 def _is_dotted(name: str) -> bool:
     return "." in name and len(name) <= _LONGEST and all(map(str.isidentifier, name.split(".")))
+
+
+def _is_library(name: str) -> bool:
+    """True for the operators of a library that is not torch's: `torch.ops.mylibrary`."""
+    words = name.split(".")
+    return words[:2] == ["torch", "ops"] and len(words) == 3 and words[2] not in _OF_TORCH
 
 
 def _is_guarded(name: str) -> bool:
@@ -316,6 +328,8 @@ def _entry_for(name: str) -> str:
     modules have more in them than anybody would trust.
     """
     words = name.split(".")
+    if _is_library(library := ".".join(words[:3])):
+        return library
     if _is_guarded(name) or words[0] in sys.stdlib_module_names:
         return name
     classes = [number for number, word in enumerate(words[:-1]) if number and word.lstrip("_")[:1].isupper()]
