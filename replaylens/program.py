@@ -24,10 +24,10 @@ from ._check.check import check as check_program, check_model
 from ._check.model_under_test import ModelUnderTest, with_model_under_test
 from ._check.program_under_test import ProgramUnderTest
 from ._check.report import CheckReport
-from ._edit.arguments import function_name
 from ._edit.edges import Edge
+from ._edit.edit import EDITS, Edit, argument_text
 from ._edit.expand import calls_to_expand
-from ._edit.patch import Patch, Zero, shown
+from ._edit.patch import Zero
 from ._edit.select import SaveSpec
 from ._ir.equality import same_content
 from ._ir.interrupts import restoring_modes
@@ -59,7 +59,7 @@ from ._sweep.sweep_runner import PendingSweep, run_sweep
 from ._view.dot import DrawOptions, draw
 from ._view.grouping import ViewOptions
 from ._view.page import page_data, save_page
-from .errors import CaptureError, ReplaylensError, StaleValue
+from .errors import CaptureError, NotSaved, ReplaylensError, StaleValue
 from .program_base import ProgramBase, require_choice, with_tensors
 
 if TYPE_CHECKING:
@@ -183,9 +183,11 @@ class Program(ProgramBase):
         _outline: Record | None = None,
         _grads: Grads | None = None,
         _keeps_nothing: bool = False,
+        _edits: tuple[Edit, ...] = (),
     ) -> None:
         super().__init__(_captured, _record, _output, _outline, _beginning, _grads, _keeps_nothing)
         self.history = _history or ("captured",)
+        self._edits = _edits
         self._edge_programs: dict[Any, Program] = {}
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -473,7 +475,7 @@ class Program(ProgramBase):
         if of is not None and not callable(of):
             of, from_layer = None, of if from_layer is None else _require_one_start(of)
         grads = self._gradients_at(of or total, from_layer, SaveSpec.of(save))
-        words = [_argument_text(of)] * (of is not None) + [f"from_layer={from_layer!r}"] * (from_layer is not None)
+        words = [argument_text(of)] * (of is not None) + [f"from_layer={from_layer!r}"] * (from_layer is not None)
         step = f"backward({', '.join(words)})"
         return self._derived(self._record, self._returned, step, _beginning=self._beginning, _grads=grads)
 
@@ -525,7 +527,8 @@ class Program(ProgramBase):
         """
         said = _divergence_note(on_divergence)
         made = swap(self._record, self._names.operations(where), function, _recorded, with_args, on_divergence)
-        return self._edited(made, "swap", where, function, **said)
+        called = {} if with_args else {"with_args": False}
+        return self._edited(made, "swap", where, function, **called, **said)
 
     def insert_after(self, where: Any, function: Callable[..., Any], *, on_divergence: str = "raise") -> Program:
         """The program with a function inserted behind layers: all their readers read its result instead. Behind an
@@ -599,15 +602,37 @@ class Program(ProgramBase):
         words = ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
         return self._derived(record, output, f"to({words})")
 
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """The edits that it has had since the capture, as data, in order. `edit(other)` makes one of them in another
+        program, `other.apply(prog.edits)` all.
+
+        The file of a program holds them as text alone, which is `history`: `replaylens.save(prog.edits, path)` keeps
+        them beside it.
+        """
+        steps = [step for step in self.history if step.partition("(")[0] in EDITS]
+        if len(steps) != len(self._edits):
+            raise NotSaved(
+                f"the program was loaded from a file, which has its {len(steps)} edits as text, `prog.history`, and not "
+                "what they were given.\nSave the edits as well: replaylens.save(prog.edits, 'edits.rlp')."
+            )
+        return self._edits
+
+    def apply(self, edits: Edit | Iterable[Edit]) -> Program:
+        """The program with these edits, one after another: `prog.apply(other.edits)`."""
+        steps = [edits] if isinstance(edits, Edit) else list(edits)
+        return reduce(_edited_by, steps, self)
+
     # -- programs made from this one -----------------------------------------------------------------------------------
 
     def _derived(self, record: Record, output: Any, *steps: str, **more: Any) -> Program:
+        more = {"_edits": self._edits, **more}
         return Program(_record=record, _output=output, _history=(*self.history, *steps), **more)
 
-    def _edited(self, made: tuple[Record, Any], edit: str, *args: Any, **kwargs: Any) -> Program:
+    def _edited(self, made: tuple[Record, Any], method: str, /, *args: Any, **kwargs: Any) -> Program:
         """The program that an edit gave; its history shows the edit as a call."""
-        words = [*map(_argument_text, args), *(f"{key}={_argument_text(value)}" for key, value in kwargs.items())]
-        return self._derived(*made, f"{edit}({', '.join(words)})")
+        edit = Edit(method, *args, **kwargs)
+        return self._derived(*made, repr(edit), _edits=(*self._edits, edit))
 
     def _keeping(self, save_spec: SaveSpec) -> Program:
         """The program with exactly the values that `save_spec` selects."""
@@ -680,14 +705,14 @@ def _divergence_note(on_divergence: str) -> dict[str, str]:
     return {} if on_divergence == "raise" else {"on_divergence": on_divergence}
 
 
-def _argument_text(value: Any) -> str:
-    """An argument of an edit, as its history shows it."""
-    is_function = callable(value) and not isinstance(value, (Patch, torch.Tensor))
-    return function_name(value) if is_function else shown(value)
-
-
 def _require_one_start(of: Any) -> Any:
     raise TypeError(f"of= is a function of the value of from_layer=, not {of!r}.")
+
+
+def _edited_by(prog: Program, edit: Any) -> Any:
+    if not isinstance(edit, Edit):
+        raise TypeError(f"apply takes edits, as `prog.edits` has them, not {edit!r:.60}.")
+    return edit(prog)
 
 
 def _require_mapping(patch: Any) -> Mapping[Any, Any]:
@@ -699,15 +724,16 @@ def _require_mapping(patch: Any) -> Mapping[Any, Any]:
 def _flatten(program: Program) -> tuple[list[Any], Any]:
     record = program._record
     stale = frozenset([ref for ref in record.values if record.stale(ref) is not None])
-    return list(record.values.values()), (record, tuple(record.values), program._returned, program.history, stale)
+    said = program.history, program._edits
+    return list(record.values.values()), (record, tuple(record.values), program._returned, said, stale)
 
 
 def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
     """The program on other tensors."""
-    record, refs, _, history, stale = context
+    record, refs, _, (history, edits), stale = context
     made = with_tensors(record, dict(zip(refs, tensors, strict=True)), stale)
     output = thaw(record.graph.output, lambda leaf: made.values[leaf] if type(leaf) is Ref else leaf)
-    return Program(_record=made, _output=output, _history=history)
+    return Program(_record=made, _output=output, _history=history, _edits=edits)
 
 
 pytree.register_pytree_node(Program, _flatten, _unflatten, serialized_type_name="replaylens.Program")

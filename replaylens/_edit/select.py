@@ -114,6 +114,20 @@ class Selection:
     def __repr__(self) -> str:
         return f"<Selection of {len(self)} layers: {_some(self.labels)}>"
 
+    @property
+    def program(self) -> Any:
+        """The program whose layers they are."""
+        return getattr(self._layer, "__self__", None)
+
+    def __reduce__(self) -> Any:
+        """Its pickle is that of the program, and the labels."""
+        return selection_of, (self.program, self.labels)
+
+
+def selection_of(program: Any, labels: Iterable[str]) -> Selection:
+    """The layers of a program that have these labels, which it must have."""
+    return evolve(program.find(), labels=tuple(labels))
+
 
 def _some(labels: Iterable[str]) -> str:
     words = list(labels)
