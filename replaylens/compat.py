@@ -7,18 +7,24 @@ They take the arguments in TorchLens's README and return a Program, whose facts 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from graphviz import FORMATS, Source
 
 from ._capture.snapshot import RngState
 from ._layers.layer import Layer
+from ._store.files import Kind, object_json, read_kind, register
+from ._store.results import MODEL_HISTORY
+from ._store.write_trees import TreeWriter
 from .program import Program, capture, check
+
+Listing = TypeVar("Listing", bound=Program)
 
 OPTIONS = ("none", "unrolled", "rolled")
 DIRECTIONS = {"bottomup": "BT", "topdown": "TB", "leftright": "LR"}
@@ -86,6 +92,31 @@ class ModelHistory(Program):
 
     def __len__(self) -> int:
         return len(self.layer_labels)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHistory:
+        return _as(ModelHistory, deepcopy(_as(Program, self), memo))
+
+
+def _as(kind: type[Listing], prog: Program) -> Listing:
+    """The same program, listing all layers or the requested ones."""
+    made = kind.__new__(kind)
+    vars(made).update(vars(prog))
+    return made
+
+
+def _write_history(writer: TreeWriter, history: ModelHistory) -> Callable[[], Any]:
+    finished = object_json(writer, _as(Program, history))
+    return lambda: finished()["body"]
+
+
+register(
+    Kind(
+        MODEL_HISTORY,
+        ModelHistory,
+        _write_history,
+        lambda reader, json: _as(ModelHistory, read_kind(reader, "program", json)),
+    )
+)
 
 
 def log_forward_pass(

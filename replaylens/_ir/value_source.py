@@ -1,4 +1,6 @@
-"""What patches may take values from: a Program, a Run, a Layer. Patches know no more of these than this base class."""
+"""What can be saved; and what patches may take values from: a Program, a Run, a Layer. Patches know no more of these
+than their base class.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,13 @@ class Saved:
 
     __slots__ = ()
 
+    def save(self, path: Any) -> None:
+        """Write it to one file, which `replaylens.load(path)` reads. An older file is replaced once it is whole."""
+        self._save_to(path)
+
+    def _save_to(self, path: Any, **how: Any) -> None:
+        _way_to_save[0](self, path, **how)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _way_to_pickle[0](self, protocol)
 
@@ -32,11 +41,17 @@ class Saved:
 
 
 _way_to_pickle: list[Callable[[Any, Any], Any]] = []
+_way_to_save: list[Callable[..., None]] = []
 
 
 def set_way_to_pickle(way: Callable[[Any, Any], Any]) -> None:
     """Say how such objects are pickled: `way(what, protocol)` gives what `__reduce_ex__` gives."""
     _way_to_pickle[:] = [way]
+
+
+def set_way_to_save(way: Callable[..., None]) -> None:
+    """Say how such objects are saved: `way(what, path, ...)` writes a file."""
+    _way_to_save[:] = [way]
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

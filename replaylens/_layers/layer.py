@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
 from attrs import evolve, field, frozen
 
 from .._ir.location import Location
+from .._ir.node import Ref
 from .._ir.value_source import ValueSource
+from ..errors import CannotSave, NoSuchLayer
 from .fields import layer_card
 from .index import LayerIndex
 from .layer_facts import LayerFacts
@@ -55,10 +58,22 @@ class Layer(LayerFacts, ValueSource):
         """
         return self._plot(self.label, self.value, kind, ax, options)
 
+    @property
+    def _program(self) -> Any:
+        """The program that it is a layer of, if there is one."""
+        return getattr(self._read, "__self__", None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its program, and where it lies there: the layers in one pickle share one program."""
+        if self._program is None:
+            raise CannotSave(
+                f"{self.label} is pickled with its program, and it has none. Take it from one: prog[name]."
+            )
+        return layer_at, (self._program, *address_of(self))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """The same layer of a copy of its program."""
-        program = getattr(self._read, "__self__", None)
-        made: Layer = deepcopy(program, memo)._layer(self._place) if program is not None else self
+        made: Layer = deepcopy(self._program, memo)._layer(self._place) if self._program is not None else self
         return made
 
     def _value_for(self, name: str) -> Any:
@@ -73,3 +88,27 @@ class Layer(LayerFacts, ValueSource):
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+Address = tuple[str, tuple[Any, ...] | None]  # a name; and, for one of several values there, its node and path
+
+
+def address_of(layer: Layer) -> Address:
+    """Where a layer lies in its program, in words that `layer_at` finds again."""
+    place, find = layer._place, layer._index.find
+    names = [place.label] if place.scope is None else [str(place.scope), place.label]
+    for name in names:
+        with suppress(NoSuchLayer):
+            found = find(name)
+            if found == place:
+                return name, None
+            if type(place.part) is Ref and found.of(place.part, place.part.node) == place:
+                return name, (place.part.node, *place.part.path)
+    raise CannotSave(f"{layer.label} is a part of a layer that no name of its program leads to. Save the program.")
+
+
+def layer_at(program: Any, name: str, part: tuple[Any, ...] | None = None) -> Layer:
+    """The layer of a program at an address."""
+    place = program._index.find(name)
+    made: Layer = program._layer(place if part is None else place.of(Ref(part[0], tuple(part[1:])), part[0]))
+    return made

@@ -251,6 +251,15 @@ class Run(ValueSource):
         self._everything()
         return self
 
+    def save(self, path: Any, *, values: Any = None) -> None:
+        """Write the run and its program to one file. `replaylens.load(path)` gives a run that answers the same.
+
+        Every value that the replay computed is written; what it did not keep is computed now. `values` selects others,
+        by the words of a capture's `save=`: `"none"` writes the output alone, `"all"` and names also what the replay
+        had no need of. Functions among the patches are not written: the file has what they gave.
+        """
+        self._save_to(path, values=values)
+
     def _value_for(self, name: str) -> Any:
         return self[name]
 

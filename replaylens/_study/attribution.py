@@ -15,17 +15,25 @@ from attrs import frozen
 
 from .._edit.part import Part, as_part
 from .._ir.util import optional
+from .._ir.value_source import Saved
+from .._layers.index import LayerIndex
 from .._layers.layer import Layer
 from .._replay.supply import Run
-from ..errors import BadPart, DivergedReplay, NoGradient, ReplaylensError, ShapeMismatch
+from .._store.files import Kind, register
+from .._store.graphs import graph_json, read_graph
+from .._store.pool import natural
+from .._store.read_trees import TreeReader, bad, exactly, items, mapping, number, optional as if_any, text
+from .._store.write_trees import TreeWriter
+from ..errors import BadPart, DivergedReplay, NoGradient, NoSuchLayer, ReplaylensError, ShapeMismatch
 from ..program import Program
+from .tables import coordinate, plain
 
 Indices = tuple[int, ...]
 Axes = tuple[tuple[str, Indices], ...]  # the axes of a score, each with the indices of the layer along it
 
 
 @frozen(eq=False, repr=False)
-class Attribution(Mapping[str, torch.Tensor]):
+class Attribution(Saved, Mapping[str, torch.Tensor]):
     """The estimated effect of each layer on a metric: `found["attn_3"]`, a tensor with an axis for each bracketed one.
 
     A score is what the metric of the corrupt run would change by, if this much of the layer were as in the clean run.
@@ -40,10 +48,10 @@ class Attribution(Mapping[str, torch.Tensor]):
     scores: Mapping[str, torch.Tensor]
     axes: Mapping[str, Axes]
     without: Mapping[str, str]
-    _program: Program
+    _index: LayerIndex
 
     def __getitem__(self, name: Any) -> torch.Tensor:
-        label = name if name in self.scores else self._program[name].label
+        label = name if self._is_label(name) else self._index.find(name).label
         if label in self.scores:
             return self.scores[label]
         reason = f": {self.without[label]}" if label in self.without else ""
@@ -56,7 +64,13 @@ class Attribution(Mapping[str, torch.Tensor]):
         return len(self.scores)
 
     def __contains__(self, name: Any) -> bool:
-        return name in self.scores or (name in self._program and self._program[name].label in self.scores)
+        try:
+            return self._is_label(name) or self._index.find(name).label in self.scores
+        except NoSuchLayer:
+            return False
+
+    def _is_label(self, name: Any) -> bool:
+        return isinstance(name, str) and name in self.scores
 
     @property
     def total(self) -> dict[str, float]:
@@ -69,12 +83,36 @@ class Attribution(Mapping[str, torch.Tensor]):
 
     def to_pandas(self) -> Any:
         """A row for each score: the layer, the index along each axis, the score."""
-        names = list(dict.fromkeys(name for axes in self.axes.values() for name, _ in axes))
-        rows = []
-        for label, indices, score in self._rows():
-            along = dict(zip([name for name, _ in self.axes[label]], indices, strict=True))
-            rows.append({"layer": label, **{name: along.get(name) for name in names}, "score": score})
+        names = self._axis_names
+        rows = [(label, *self._along(label, indices), score) for label, indices, score in self._rows()]
         return optional("pandas", "pandas").DataFrame(rows, columns=["layer", *names, "score"])
+
+    def to_xarray(self) -> Any:
+        """The scores as a DataArray: a dimension for the layers, and one for each bracketed axis. Where layers have
+        different axes there is one dimension, "entry", with the layer and its indices as coordinates.
+        """
+        labels, attrs = list(self.scores), {"method": self.method, "corrupt": self.corrupt, "clean": self.clean}
+        attrs |= {} if self.part is None else {"part": str(self.part)}
+        make = optional("xarray", "xarray").DataArray
+        alike = {*self.axes.values()}
+        if len(alike) == 1:
+            [axes] = alike
+            coords = {"layer": coordinate(labels), **{name: coordinate(indices) for name, indices in axes}}
+            numbers = torch.stack([plain(score) for score in self.scores.values()]).numpy()
+            return make(numbers, coords, [*coords], "score", attrs)
+        rows = [(label, *self._along(label, indices)) for label, indices, _ in self._rows()]
+        columns = zip(("layer", *self._axis_names), zip(*rows, strict=True), strict=True)
+        coords = {name: ("entry", coordinate(column)) for name, column in columns}
+        return make([score for _, _, score in self._rows()], coords, ["entry"], "score", attrs)
+
+    @property
+    def _axis_names(self) -> list[str]:
+        return list(dict.fromkeys(name for axes in self.axes.values() for name, _ in axes))
+
+    def _along(self, label: str, indices: Indices) -> list[int | None]:
+        """The index of a score along each of the axes that any layer has."""
+        own = dict(zip([name for name, _ in self.axes[label]], indices, strict=True))
+        return [own.get(name) for name in self._axis_names]
 
     def _rows(self) -> Iterator[tuple[str, Indices, float]]:
         for label, score in self.scores.items():
@@ -87,9 +125,10 @@ class Attribution(Mapping[str, torch.Tensor]):
         return f"<Attribution by {self.method} of {self.corrupt:.6g} -> {self.clean:.6g} to {len(self)} layers{over}>"
 
     def __str__(self) -> str:
-        names = [name for name, _ in next(iter(self.axes.values()))]
-        rows = [("layer", *names, "effect")]
-        rows += [(label, *map(str, indices), f"{score:+.6g}") for label, indices, score in self.top()]
+        rows = [("layer", *self._axis_names, "effect")]
+        for label, indices, score in self.top():
+            along = ["" if index is None else str(index) for index in self._along(label, indices)]
+            rows.append((label, *along, f"{score:+.6g}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([repr(self), *(f"  {line}" for line in lines)])
@@ -148,7 +187,7 @@ def attribution(
     if not scores:
         raise ReplaylensError(f"none of the layers has a score: {next(iter(without.values()))}.")
     number = float(metric(clean.output).detach())
-    return Attribution(method, wanted, float(grads.metric), number, scores, found, without, corrupt)
+    return Attribution(method, wanted, float(grads.metric), number, scores, found, without, corrupt._index)
 
 
 def _float_tensors(value: Any) -> list[torch.Tensor | None]:
@@ -225,3 +264,51 @@ def _require_fit(part: Part, label: str, gradient: Any) -> None:
         part.at(**dict.fromkeys(part.open_axes, slice(None))).shape(tuple(gradient.shape))
     except BadPart as error:
         raise BadPart(f"the part at `{label}`: {error}") from error
+
+
+# -- as a file ---------------------------------------------------------------------------------------------------------
+
+
+def _write_attribution(writer: TreeWriter, found: Attribution) -> Callable[[], Any]:
+    """The scores, with the graph of the corrupt program, by which layers are found under any name."""
+    axes = {label: [[name, list(indices)] for name, indices in of] for label, of in found.axes.items()}
+    made = {
+        "graph": graph_json(writer, found._index.graph),
+        "method": found.method,
+        "part": None if found.part is None else writer.part(found.part),
+        "metrics": [writer.value(found.corrupt), writer.value(found.clean)],
+        "scores": [[label, axes[label], writer.pool.add(score, label)] for label, score in found.scores.items()],
+        "without": dict(found.without),
+    }
+    return lambda: made
+
+
+def _read_attribution(reader: TreeReader, json: Any) -> Attribution:
+    given = mapping(json)
+    if {*given} != {"graph", "method", "part", "metrics", "scores", "without"}:
+        bad("an attribution lacks a part, or has others")
+    index = LayerIndex(read_graph(reader, given["graph"]))
+    scores: dict[str, torch.Tensor] = {}
+    axes: dict[str, Axes] = {}
+    for row in items(given["scores"], 1):
+        label, of, place = exactly(row, 3)
+        score = reader.pool.tensor(place)
+        axes[text(label)] = mine = tuple([_read_axis(axis) for axis in items(of)])
+        is_plain = score.layout is torch.strided and score.is_floating_point() and not score.is_meta
+        if not is_plain or tuple(score.shape) != tuple([len(indices) for _, indices in mine]):
+            bad(f"the scores of {label} have other axes than they are said to have")
+        scores[label] = score
+    without = {text(label): text(why) for label, why in mapping(given["without"]).items()}
+    if not all(label in index.by_label for label in (*scores, *without)):
+        bad("scores are those of layers that are not there")
+    corrupt, clean = (float(number(one)) for one in exactly(given["metrics"], 2))
+    part = if_any(reader.part, given["part"])
+    return Attribution(text(given["method"]), part, corrupt, clean, scores, axes, without, index)
+
+
+def _read_axis(json: Any) -> tuple[str, Indices]:
+    name, indices = exactly(json, 2)
+    return text(name), tuple(map(natural, items(indices)))
+
+
+register(Kind("attribution", Attribution, _write_attribution, _read_attribution))

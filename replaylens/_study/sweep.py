@@ -6,10 +6,9 @@ In: a program, sites and parts of them (or variants), and a metric. Out: a Sweep
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
-from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from attrs import field, frozen
@@ -17,14 +16,19 @@ from attrs import field, frozen
 from .._edit.part import Part
 from .._edit.patch import patch_of
 from .._edit.select import NAMING_CURE, Selection
-from .._ir.torch_private import pytree
 from .._ir.util import optional
 from .._ir.value_source import Saved
-from .._sweep.batch_runner import Replays
+from .._store.files import Kind, register
+from .._store.pool import natural
+from .._store.read_trees import TreeReader, bad, exactly, items, mapping, number, texts
+from .._store.results import departure_json, read_departure, read_structure, structure_json
+from .._store.write_trees import TreeWriter
+from .._sweep.batch_runner import Replays, as_tensors
 from .._sweep.sweep_plan import Plan
 from .._view.plots import plot_heatmap
-from ..errors import BadPart, ReplaylensError
+from ..errors import BadPart, CannotSave, ReplaylensError
 from ..program import Program
+from .tables import attribute, coordinate, entry_of, exact, in_order, names_along, parts_of, plain, variable
 
 
 @frozen(eq=False, repr=False)
@@ -70,24 +74,32 @@ class Sweep(Saved):
     @property
     def grid(self) -> torch.Tensor:
         """The values with an axis for each of `axes`, if every site has the same indices."""
-        values = _one_tensor(self.values)
-        sizes = [len(names) for names in self.names]
-        if len(self.keys) != prod(sizes):
+        values, order = _one_tensor(self.values), self._grid_order
+        if order is None:
             raise ReplaylensError(
                 "the sites of this sweep have different numbers of indices, so they make no grid. Use to_pandas()."
             )
-        return values.reshape(*sizes, *values.shape[1:])
+        whole = values if order == list(range(len(order))) else values[order]
+        return whole.reshape(*map(len, self.names), *values.shape[1:])
 
     @property
     def names(self) -> tuple[tuple[Any, ...], ...]:
         """For each of `axes` the names along it."""
-        columns = zip(*[_as_tuple(key) for key in self.keys], strict=True)
-        return tuple([tuple(dict.fromkeys(column)) for column in columns])
+        return names_along(self._words)
+
+    @property
+    def _words(self) -> list[tuple[Any, ...]]:
+        return [_as_tuple(key) for key in self.keys]
+
+    @property
+    def _grid_order(self) -> list[int] | None:
+        """Which variant stands at each place of the grid; None if there is none."""
+        return in_order(self._words, list(product(*self.names)))
 
     def __getitem__(self, key: Any) -> Any:
         if key not in self._places:
             raise KeyError(f"{key!r} is not among the {len(self.keys)} variants, such as {self.keys[0]!r}.")
-        return _take(self.values, self._places[key])
+        return entry_of(self.values, self._places[key])
 
     @property
     def _places(self) -> dict[Any, int]:
@@ -101,22 +113,53 @@ class Sweep(Saved):
 
     def top(self, count: int = 10) -> list[tuple[Any, float]]:
         """The variants that moved a single number farthest from the baseline, with their differences."""
-        change = (_scalars(self.values) - _scalars(self.baseline)).tolist()
+        change = (exact(_scalars(self.values)) - exact(_scalars(self.baseline))).tolist()
         return sorted(zip(self.keys, change, strict=True), key=lambda pair: -abs(pair[1]))[:count]
 
     def to_pandas(self) -> Any:
-        """A row per variant: its key's words, the metric, and its difference from the baseline."""
-        rows = []
-        values, base = _one_tensor(self.values), _one_tensor(self.baseline)
-        for number, key in enumerate(self.keys):
-            row = dict(zip(self.axes, _as_tuple(key), strict=True))
-            if base.numel() == 1:
-                row["value"] = float(values[number])
-                row["change"] = float(values[number]) - float(base)
-            else:
-                row["value"] = values[number].numpy()
-            rows.append(row)
+        """A row per variant: its key's words, the metric, and its difference from the baseline. Of a structure each
+        tensor has columns of its own: `value.loss`, `change.loss`.
+        """
+        rows = [dict(zip(self.axes, words, strict=True)) for words in self._words]
+        baselines = parts_of(as_tensors(self.baseline))
+        for path, values in parts_of(self.values).items():
+            if not isinstance(values, torch.Tensor):
+                continue
+            value, change = (f"{word}.{path}" if path else word for word in ("value", "change"))
+            for row, entry in zip(rows, plain(values), strict=True):
+                row[value] = entry.numpy() if entry.numel() != 1 else _number(entry)
+            if (base := baselines.get(path)) is not None and _are_numbers(values, base):
+                for row, entry in zip(rows, plain(values), strict=True):
+                    row[change] = _number(entry) - _number(base)
         return optional("pandas", "pandas").DataFrame(rows)
+
+    def to_xarray(self) -> Any:
+        """The values with `axes` as dimensions: a DataArray; if the metric gives several tensors, a Dataset with a
+        variable for each. `.attrs["baseline"]` is the metric without any patch.
+
+        Where the sites have different numbers of indices there is one dimension, "variant", and the words of its key
+        are coordinates along it.
+        """
+        xarray, order, baselines = optional("xarray", "xarray"), self._grid_order, parts_of(as_tensors(self.baseline))
+        if order is not None:
+            dims, sizes = list(self.axes), [len(names) for names in self.names]
+            coords = {axis: coordinate(names) for axis, names in zip(self.axes, self.names, strict=True)}
+        else:
+            order, dims, sizes = list(range(len(self.keys))), ["variant"], [len(self.keys)]
+            columns = zip(*self._words, strict=True)
+            coords = {axis: ("variant", coordinate(c)) for axis, c in zip(self.axes, columns, strict=True)}
+        made, rest = {}, {}
+        for path, values in parts_of(self.values).items():
+            attributes = {"baseline": attribute(baselines[path])} if path in baselines else {}
+            if isinstance(values, torch.Tensor):
+                shaped = plain(values)[order].reshape(*sizes, *values.shape[1:])
+                made[path] = variable(shaped, dims, f"{path}_" if path else "", attributes)
+            else:
+                rest[path] = values
+        if [*made] == [""]:
+            dims, numbers, attributes = made[""]
+            return xarray.DataArray(numbers, coords, dims, "value", attributes)
+        return xarray.Dataset(made, coords, rest)
 
     @property
     def _found(self) -> Replays:
@@ -133,16 +176,16 @@ class Sweep(Saved):
 
     def __str__(self) -> str:
         lines = [repr(self)]
-        if self._replays is not None and _is_number(self.baseline):
-            lines.append(f"  baseline {float(self.baseline):.6g}; farthest from it:")
+        if self._replays is not None and _are_numbers(self.values, self.baseline):
+            lines.append(f"  baseline {_number(self.baseline):.6g}; farthest from it:")
             lines.extend(f"  {key!s:30} {change:+.6g}" for key, change in self.top(8))
         lines.extend(f"  one by one: {note}" for note in (self.one_by_one if self._replays is not None else ()))
         return "\n".join(lines)
 
     def heatmap(self, ax: Any = None, change: bool = True, **options: Any) -> Any:
         """A picture of the grid: sites down, indices across. `change=False` shows the metric itself. Gives the Axes."""
-        if not _is_number(self.baseline):
-            raise ReplaylensError("a heatmap needs a metric that gives one number. Give one with metric=.")
+        if not _are_numbers(self.values, self.baseline) or self.values.is_complex():
+            raise ReplaylensError("a heatmap needs a metric that gives one real number. Give one with metric=.")
         shown = self.grid.reshape(len(self.names[0]), -1).detach().float()
         shown = shown - float(self.baseline) if change else shown
         columns = [" ".join(map(str, names)) for names in product(*self.names[1:])] if len(self.axes) > 1 else [""]
@@ -259,12 +302,21 @@ def _one_tensor(values: Any) -> torch.Tensor:
     return values
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+def _are_numbers(values: Any, baseline: Any) -> bool:
+    """True if a metric gives one number for each variant, and one for the baseline."""
+    if not isinstance(values, torch.Tensor) or values.is_meta or values.numel() != len(values):
+        return False
+    return isinstance(baseline, (int, float, complex)) or (isinstance(baseline, torch.Tensor) and baseline.numel() == 1)
+
+
+def _number(value: Any) -> Any:
+    """One number as Python has it: a float, or a complex one."""
+    found = value.item() if isinstance(value, torch.Tensor) else value
+    return found if isinstance(found, complex) else float(found)
 
 
 def _scalars(values: Any) -> torch.Tensor:
-    if isinstance(values, (int, float)):
+    if isinstance(values, (int, float, complex)):
         return torch.tensor(values)
     tensor = _one_tensor(values)
     if tensor.dim() and tensor[0].numel() != 1:
@@ -272,7 +324,103 @@ def _scalars(values: Any) -> torch.Tensor:
     return tensor.reshape(-1) if tensor.dim() else tensor
 
 
-def _take(values: Any, number: int) -> Any:
-    if isinstance(values, torch.Tensor):
-        return values[number]
-    return pytree.tree_map(lambda value: value[number] if isinstance(value, torch.Tensor) else value, values)
+# -- as a file ---------------------------------------------------------------------------------------------------------
+
+
+@frozen
+class _LoadedPlan:
+    """In the place of the program of a sweep that was loaded."""
+
+    plan: Plan
+
+    def run(self, progress: bool | None = None) -> NoReturn:
+        """Refuses."""
+        raise ReplaylensError(
+            "this sweep was loaded from a file: it has been run, and its program is not in the file. .values has what "
+            "the metric was; to sweep again, load the program and call replaylens.sweep."
+        )
+
+
+def _write_sweep(writer: TreeWriter, found: Sweep) -> Callable[[], Any]:
+    if found._replays is None:
+        raise CannotSave("this sweep was created with dry=True and has not been run. Save what .run() gives.")
+    plan, places = found.plan(), found._places
+    made = {
+        "axes": list(found.axes),
+        "plan": [
+            *(plan.variants, plan.passes, plan.largest_pass, writer.value(plan.forwards), plan.peak_bytes),
+            *(writer.value(plan.loop_forwards), [places[key] for key in plan.replayed], list(plan.replayed_from)),
+        ],
+        "replays": _replays_json(writer, found._replays),
+    }
+    return lambda: made
+
+
+def _read_sweep(reader: TreeReader, json: Any) -> Sweep:
+    given = mapping(json)
+    if {*given} != {"axes", "plan", "replays"}:
+        bad("a sweep lacks a part, or has others")
+    replays, axes = _read_replays(reader, given["replays"]), texts(given["axes"])
+    if not all(len(_as_tuple(key)) == len(axes) for key in replays.keys):
+        bad("the variants of a sweep have other axes than it is said to have")
+    *counts, forwards, size, loop, replayed, layers = exactly(given["plan"], 8)
+    variants, passes, largest, size = map(natural, (*counts, size))
+    alone = tuple([_key_at(replays.keys, at) for at in items(replayed)])
+    costs = number(forwards), size, number(loop)
+    plan = Plan(variants, passes, largest, *costs, alone, texts(layers))
+    return Sweep(axes, replays.keys, _LoadedPlan(plan), replays)
+
+
+def _replays_json(writer: TreeWriter, found: Replays) -> Any:
+    places = {key: number for number, key in enumerate(found.keys)}
+    return {
+        "keys": [_key_json(writer, key) for key in found.keys],
+        "values": structure_json(writer, found.values, "values"),
+        "baseline": structure_json(writer, found.baseline, "baseline"),
+        "departures": [[places[key], departure_json(writer, one)] for key, one in found.departures.items()],
+        "one_by_one": list(found.one_by_one),
+    }
+
+
+def _read_replays(reader: TreeReader, json: Any) -> Replays:
+    given = mapping(json)
+    if {*given} != {"keys", "values", "baseline", "departures", "one_by_one"}:
+        bad("the results of variants lack a part, or have others")
+    keys = tuple(map(reader.value, items(given["keys"], 1)))
+    if not all(map(_is_word, keys)) or len({*keys}) != len(keys):
+        bad("the keys of variants are none, or occur twice")
+    values, baseline = read_structure(reader, given["values"]), read_structure(reader, given["baseline"])
+    stacks = [one for one in parts_of(values).values() if isinstance(one, torch.Tensor)]
+    if not stacks or not all(one.dim() and len(one) == len(keys) for one in stacks):
+        bad("there are other values than variants")
+    rows = [exactly(row, 2) for row in items(given["departures"])]
+    departures = {_key_at(keys, at): read_departure(reader, one) for at, one in rows}
+    return Replays(keys, values, baseline, departures, texts(given["one_by_one"]))
+
+
+def _key_json(writer: TreeWriter, key: Any) -> Any:
+    if not _is_word(key):
+        raise CannotSave(
+            f"a variant has the key {key!r:.60}, of type {type(key).__name__}, which a file does not hold.\n"
+            "Name variants by words, numbers, truth values, None, or tuples of these."
+        )
+    return writer.value(key)
+
+
+def _is_word(key: Any) -> bool:
+    return all(map(_is_word, key)) if type(key) is tuple else type(key) in (str, int, float, bool, complex, type(None))
+
+
+def _key_at(keys: tuple[Any, ...], at: Any) -> Any:
+    if natural(at) >= len(keys):
+        bad("a variant is named that is not there")
+    return keys[at]
+
+
+def _write_replays(writer: TreeWriter, found: Replays) -> Callable[[], Any]:
+    made = _replays_json(writer, found)
+    return lambda: made
+
+
+register(Kind("sweep", Sweep, _write_sweep, _read_sweep))
+register(Kind("replays", Replays, _write_replays, _read_replays))
