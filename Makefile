@@ -61,6 +61,7 @@ bench: $(ZOO)
 	$(BIN)/python bench/run.py
 	$(BIN)/python bench/sweeps.py
 	$(BIN)/python bench/check.py
+	$(BIN)/python bench/files.py
 	$(BIN)/python bench/growth.py --most 10000
 	$(BIN)/python bench/summary.py
 
@@ -81,7 +82,7 @@ $(PACKAGE): $(TORCH) pyproject.toml
 	@touch $@
 
 $(DEV): $(PACKAGE)
-	$(PINNED) --editable '.[dev,pandas,plot,progress,safetensors]'
+	$(PINNED) --editable '.[dev,pandas,plot,progress,safetensors,xarray]'
 	@touch $@
 
 # torchvision and timm without their dependencies: those name a torch of another build.

@@ -47,6 +47,7 @@ from replaylens._check.report import (
     finding_at_name as finding_at_name,
 )
 from replaylens._check.run_node import node_runner as node_runner
+from replaylens._edit.edit import EDITS as EDITS
 from replaylens._edit.part import Part as Part
 from replaylens._edit.patch import (
     Add as Add,
@@ -144,6 +145,7 @@ from replaylens._replay.plan import plan as plan
 from replaylens._replay.record import Versions as Versions
 from replaylens._replay.replay import execute as execute
 from replaylens._replay.request import Request as Request
+from replaylens._store import container as container
 from replaylens._study.paths import residual_branches as residual_branches
 from replaylens._sweep import engine as engine, prepared_program as prepared_program, sweep_plan as sweep_plan
 from replaylens._sweep.alignment import Alignment as Alignment, close_across_batches as close_across_batches

@@ -16,12 +16,13 @@ import torch
 from .._ir.target import Target
 from .._ir.torch_private import outside_of_transforms, without_function_modes
 from .._ir.value_source import set_way_to_pickle
-from ..errors import BadFile, CannotSave, ReplaylensError, UnlawfulGraph, Untrusted
+from ..errors import BadFile, CannotSave, ReplaylensError, UnboundReference, UnlawfulGraph, Untrusted
 from .allowed import needs_trust, trusted_target, untrusted
 from .container import Block, Container, as_bytes, open_container, parsed_json, write
 from .graphs import read_graph
 from .pool import Pool, PoolReader
 from .read_trees import TreeReader, bad, mapping, text, texts
+from .references import References
 from .write_trees import TreeWriter
 
 Json = Any
@@ -52,7 +53,7 @@ def _kind_of(what: Any) -> Kind:
     for cls in type(what).__mro__:
         if cls in _by_class:
             return _by_class[cls]
-    known = ", ".join(sorted(kind.cls.__name__ for kind in _by_word.values()))
+    known = ", ".join(sorted(_by_word))
     raise CannotSave(f"a {type(what).__name__} cannot be saved or pickled. What can: {known}.")
 
 
@@ -79,11 +80,21 @@ def written(what: Any, finished_by: Callable[[TreeWriter], Callable[[], Json]] |
                 "tables": {name: t.rows for name, t in writer.tables.items()},
                 "body": finished(),
             }
-            return _Written(
-                kind.word, json.dumps(body, separators=(",", ":"), allow_nan=False), blocks, writer.callables
-            )
+            words = json.dumps(body, separators=(",", ":"), allow_nan=False)
+            if "\\ud" in words and not _is_whole(body):
+                raise CannotSave(f"a text in it holds half of a character, which a {kind.word} in a file cannot.")
+            return _Written(kind.word, words, blocks, writer.callables)
         except RecursionError:
             raise CannotSave(f"a {kind.word} is nested deeper than Python's stack is. Nest less.") from None
+
+
+def _is_whole(body: Json) -> bool:
+    """True if each character of all texts is one."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _Written(NamedTuple):
@@ -151,7 +162,8 @@ class reading:
             raise BadFile(f"{self.name} is no file that replaylens wrote: {error}.") from None
         if isinstance(error, UnlawfulGraph) and not str(error).startswith(self.name):
             raise UnlawfulGraph(f"{self.name}: {error}") from None
-        if isinstance(error, (BadFile, UnlawfulGraph, Untrusted)) or not isinstance(error, _WHAT_FILES_RAISE):
+        is_known = isinstance(error, (BadFile, UnlawfulGraph, Untrusted, UnboundReference))
+        if is_known or not isinstance(error, _WHAT_FILES_RAISE):
             return
         fact = f"{type(error).__name__}: {str(error)[:200]}"
         raise BadFile(f"{self.name} is no file that replaylens wrote: {fact}") from error
@@ -170,20 +182,50 @@ def load_object(
     use_mmap: bool = True,
     functions: Mapping[str, Callable[..., Any]] | None = None,
     read: Callable[[TreeReader, str, Json], Any] | None = None,
+    references: Any = None,
 ) -> Any:
-    """The object in a file. `functions` are given by who trusts them; `read` reads it otherwise than its kind does."""
+    """The object in a file. `functions` are given by who trusts them; `read` reads it otherwise than its kind does.
+    `references` gives the programs that it refers to.
+    """
     needs_trust((), trust)  # whoever gives nonsense is told so, and not that the file is bad
+    bound = References(references)
     file = opened(source, use_mmap)
-    container, given = file.container, functions or {}
+    container = file.container
     with reading(container.name):
         if verify:
             container.verify()
-        names = [name for name in file.functions if name not in given]
+    pool = PoolReader(container.block, len(container.entries))
+    return read_parsed(
+        Parsed(container.name, container.kind, file.tables, file.body, pool), trust, functions, read, bound
+    )
+
+
+class Parsed(NamedTuple):
+    """What was parsed, of which nothing is believed yet, and where its tensors lie."""
+
+    name: str
+    kind: str
+    tables: Mapping[str, list[Json]]
+    body: Json
+    pool: PoolReader
+
+
+def read_parsed(
+    parsed: Parsed,
+    trust: Sequence[str] = (),
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    read: Callable[[TreeReader, str, Json], Any] | None = None,
+    references: References | None = None,
+) -> Any:
+    """The object in what was parsed."""
+    given = functions or {}
+    with reading(parsed.name):
+        names = [name for name in texts(parsed.tables["functions"]) if name not in given]
         resolve = _resolver(names, given, trust)
-    with reading(container.name), without_function_modes(), outside_of_transforms(), torch.inference_mode(False):
-        reader = TreeReader(file.tables, PoolReader(container.block, len(container.entries)), resolve)
+    with reading(parsed.name), without_function_modes(), outside_of_transforms(), torch.inference_mode(False):
+        reader = TreeReader(parsed.tables, parsed.pool, resolve, references=references)
         reader.graph = lambda inner: read_graph(reader, inner)
-        return (read or read_kind)(reader, container.kind, file.body)
+        return (read or read_kind)(reader, parsed.kind, parsed.body)
 
 
 def _resolver(
