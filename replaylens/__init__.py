@@ -9,6 +9,7 @@ print(prog.code)                                     # the program, as Python
 from . import _loading as _loading
 from ._check.report import CheckReport as CheckReport
 from ._edit.edges import Edge as Edge
+from ._edit.edit import Edit as Edit
 from ._edit.part import Part as Part
 from ._edit.patch import (
     Add as Add,
@@ -54,6 +55,7 @@ from .errors import (
     ShapeMismatch as ShapeMismatch,
     StaleValue as StaleValue,
     UnannouncedWrite as UnannouncedWrite,
+    UnboundReference as UnboundReference,
     UnknownOrigin as UnknownOrigin,
     UnlawfulGraph as UnlawfulGraph,
     UnresolvedTarget as UnresolvedTarget,
@@ -61,7 +63,14 @@ from .errors import (
     Untrusted as Untrusted,
     WrongCount as WrongCount,
 )
-from .files import FileInfo as FileInfo, inspect as inspect, load as load
+from .files import (
+    FileInfo as FileInfo,
+    from_json as from_json,
+    inspect as inspect,
+    load as load,
+    save as save,
+    to_json as to_json,
+)
 from .program import Program as Program, capture as capture, check as check, run as run
 
 __version__ = "0.1.0"

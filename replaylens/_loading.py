@@ -10,7 +10,7 @@ import gc
 _collects = gc.isenabled()
 try:
     gc.disable()
-    from . import program as program
+    from . import files as files, program as program
     from ._capture.snapshot import is_frozen
     from ._study import attribution as attribution, paths as paths, sweep as sweep
     from ._sweep import batch_runner as batch_runner

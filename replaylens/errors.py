@@ -123,6 +123,14 @@ class Untrusted(ReplaylensError, LookupError):
     """
 
 
+class UnboundReference(ReplaylensError, LookupError):
+    """A file or a text of interventions refers to something that was not given: a program, or the file of its tensors.
+
+    Example: `From(clean)`, of which a file has the digest of `clean`. `load(path, references=clean)` binds it. Another
+    program, which has another digest, is not taken for it.
+    """
+
+
 class DivergedReplay(ReplaylensError, RuntimeError):
     """The model would take another path than the recorded one, and it was not run to follow that path.
 

@@ -1,4 +1,4 @@
-"""load, save, inspect: objects of replaylens as files, and files as such objects.
+"""load, save, inspect, to_json, from_json: objects of replaylens as files and texts, and these as such objects.
 
 In: a path, bytes, or a binary file object. Out: the object that was saved there. Loading runs nothing that a file
 names: docs/files.md says what it promises.
@@ -13,15 +13,24 @@ from attrs import evolve
 
 from ._layers.naming import label_nodes
 from ._store.bind import bound, forward_state
-from ._store.files import load_object
+from ._store.files import load_object, save as save
 from ._store.inspect import FileInfo as FileInfo, inspect as inspect
+from ._store.json_text import from_json as from_json, to_json as to_json
 from ._store.programs import ProgramData, read_program
 from ._store.read_trees import TreeReader
 from .errors import InputMismatch
 from .program import program_of
 
 
-def load(path: Any, *, state: Any = None, trust: Sequence[str] = (), verify: bool = True, mmap: bool = True) -> Any:
+def load(
+    path: Any,
+    *,
+    state: Any = None,
+    references: Any = None,
+    trust: Sequence[str] = (),
+    verify: bool = True,
+    mmap: bool = True,
+) -> Any:
     """The object in a file: a program, a run, a sweep, gradients, an attribution, patches.
 
     Nothing of the file is run or imported. A function that is not torch's own is `Untrusted`, unless `trust` names it
@@ -34,6 +43,9 @@ def load(path: Any, *, state: Any = None, trust: Sequence[str] = (), verify: boo
     and `prog.module()` reach its parameters, and a replay that leaves the recorded path runs the model. Without one a
     program needs no code of the model's, and such a replay raises `DivergedReplay`.
 
+    Patches that take their values from a program have its digest in their file, and `references=` gives the program:
+    one, a list of several, or a mapping from digests, which is believed.
+
     >>> import io, torch, replaylens
     >>> file = io.BytesIO()
     >>> replaylens.capture(torch.nn.ReLU(), torch.ones(2)).save(file)
@@ -41,7 +53,7 @@ def load(path: Any, *, state: Any = None, trust: Sequence[str] = (), verify: boo
     tensor([1., 1.])
     """
     if state is None:
-        return load_object(path, trust, verify, mmap)
+        return load_object(path, trust, verify, mmap, references=references)
     data = load_object(path, trust, verify, mmap, read=_program_data)
     if not isinstance(data, ProgramData):
         raise InputMismatch(f"state= is for programs, and the file holds a {data}.")

@@ -613,8 +613,8 @@ class Program(ProgramBase):
         steps = [step for step in self.history if step.partition("(")[0] in EDITS]
         if len(steps) != len(self._edits):
             raise NotSaved(
-                f"the program was loaded from a file, which has its {len(steps)} edits as text, `prog.history`, and not "
-                "what they were given.\nSave the edits as well: replaylens.save(prog.edits, 'edits.rlp')."
+                f"the program was loaded from a file, which has its {len(steps)} edits as text, `prog.history`, and "
+                "not what they were given.\nSave the edits as well: replaylens.save(prog.edits, 'edits.rlp')."
             )
         return self._edits
 

@@ -109,6 +109,7 @@ class TreeReader:
     functions: Callable[[str], Target]
     names: Sequence[str] = ()  # of the nodes of the graph that is read just now
     graph: Callable[[Json], Graph] | None = None
+    references: Any = None  # the programs that may be referred to, see references.py
     known_objects: list[Any] = field(factory=list)  # in a structure: what was read, by its number
     _facts: dict[str, list[Any]] = field(factory=dict)  # of each table: what its rows mean, as far as they were read
 
@@ -377,7 +378,10 @@ def _builtin(word: str, keys: Any, held: tuple[Any, ...], more: dict[str, Any]) 
         factory = more.get("factory")
         return pytree_plan(defaultdict(_known(CLASSES, factory) if factory else None, pairs), held)
     if kind is deque:
-        return pytree_plan(deque(places, optional(natural, more.get("most"))), held)
+        most = optional(natural, more.get("most"))
+        if most is not None and most < len(held):
+            bad("a deque has more items than it can hold")
+        return pytree_plan(deque(places, most), held)
     if kind is MappingProxyType and len(held) != 1:
         bad("a read-only mapping holds several mappings")
     if word.startswith("return_types."):
