@@ -87,20 +87,18 @@ def _value_row(writer: TreeWriter, record: Record, ref: Ref) -> Json:
 
 
 def _without_state(record: Record) -> dict[Ref, torch.Tensor]:
-    """The values without the state, and without what lies in its memory."""
+    """The values without the state, and without what lies in its memory. State that the forward writes stays: a model
+    has what came later.
+    """
     graph = record.graph
-    held = {storage_of(record.values[ref]) for ref in map(_whole, graph.state_nodes) if ref in record.values} - {None}
-    always = {ref for ref in always_kept(graph) if not isinstance(graph[ref.node], State)}
+    left_out = {Ref(node.name) for node in graph.state_nodes if node.name not in graph.written_state}
+    held = {storage_of(record.values[ref]) for ref in left_out if ref in record.values} - {None}
+    always = {*always_kept(graph)} - left_out
 
     def stays(ref: Ref, tensor: torch.Tensor) -> bool:
-        is_state = isinstance(graph[ref.node], State)
-        return not is_state and (ref in always or storage_of(tensor) not in held)
+        return ref not in left_out and (ref in always or storage_of(tensor) not in held)
 
     return {ref: tensor for ref, tensor in record.values.items() if stays(ref, tensor)}
-
-
-def _whole(node: Any) -> Ref:
-    return Ref(node.name)
 
 
 def _state_digests(record: Record, values: Mapping[Ref, torch.Tensor], known: KnownSum) -> dict[str, bytes]:
@@ -115,8 +113,10 @@ def _state_digests(record: Record, values: Mapping[Ref, torch.Tensor], known: Kn
 
 
 def _digest_at(record: Record, name: str, known: KnownSum) -> bytes:
-    tensor = record.values.get(Ref(name))
-    return record.absent.get(name, b"") if tensor is None else content_digest(tensor, known(tensor))
+    if Ref(name) not in record.values:
+        return record.absent.get(name, b"")
+    tensor = record.value(Ref(name))  # which raises if it was overwritten
+    return content_digest(tensor, known(tensor))
 
 
 KnownSum = Callable[[torch.Tensor], "bytes | None"]

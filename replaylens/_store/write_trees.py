@@ -39,7 +39,7 @@ from .pool import Pool
 Json = Any
 Leaf = Callable[[Any], Json]
 TABLES: tuple[str, ...] = ("files", "sources", "scopes", "contexts", "specs", "functions", "names")
-LINES_AROUND = 3  # of each line of code that a program names
+LINES_AROUND = 3  # each line that ran an operation; of its callers the line alone is kept
 
 CLASSES: dict[str, type] = {  # that a file may name, and which come back as they are
     "torch.Tensor": torch.Tensor, "torch.nn.Parameter": torch.nn.Parameter, "int": int, "float": float, "bool": bool,
@@ -97,7 +97,8 @@ class TreeWriter:
     positions: Mapping[str, int] = field(factory=dict)  # of the nodes of the graph that is written just now
     graph: Callable[[Graph], Json] | None = None  # how a graph among arguments is written
     known_objects: dict[int, tuple[Any, int]] = field(factory=dict)  # in a structure: by id, and its number
-    _known_facts: dict[int, tuple[Any, int]] = field(factory=dict)  # scopes and sources by id, and their numbers
+    _known_facts: dict[int, tuple[Any, int]] = field(factory=dict)  # scopes by id, and their numbers
+    _known_lines: dict[int, tuple[Any, int | None]] = field(factory=dict)  # sources likewise, not those of callers
 
     # -- facts that many nodes share -----------------------------------------------------------------------------------
 
@@ -123,20 +124,20 @@ class TreeWriter:
         """The number of a line of code."""
         if source is None or not self.with_sources:
             return None
-        if (known := self._known_facts.get(id(source))) is not None:
+        if (known := self._known_lines.get(id(source))) is not None:
             return known[1]
-        number = None
+        number: int | None = None
         for one in reversed(source.stack):
-            row = [self._file(one), one.line, one.function, number]
+            row = [self._file(one, LINES_AROUND if one is source else 0), one.line, one.function, number]
             number = self.tables["sources"].number(tuple(row), lambda row=row: row)  # type: ignore[misc]
-            self._known_facts[id(one)] = one, number
+        self._known_lines[id(source)] = source, number
         return number
 
-    def _file(self, source: Source) -> int:
+    def _file(self, source: Source, around: int) -> int:
         table = self.tables["files"]
         number = table.number(source.file, lambda: [source.file, {}])
         lines = table.rows[number][1]
-        for near in range(max(1, source.line - LINES_AROUND), source.line + LINES_AROUND + 1):
+        for near in range(max(1, source.line - around), source.line + around + 1):
             if str(near) not in lines:
                 known = source.saved
                 text = linecache.getline(source.file, near) if known is None else known.get(near, "")
