@@ -309,6 +309,11 @@ def test_a_mapping_of_another_class_comes_back_as_a_dict(tmp_path):
         assert made == {"relu_1": rl.Zero()}
 
 
+def test_words_and_numbers_of_numpy_are_names_of_layers(tmp_path):
+    given = {np.str_("relu_1"): rl.Zero(), np.int64(3): rl.Set(np.float32(0.5))}
+    assert as_text(given, tmp_path) == {"relu_1": rl.Zero(), 3: rl.Set(0.5)}
+
+
 # -- selections --------------------------------------------------------------------------------------------------------
 
 
@@ -654,7 +659,7 @@ REFUSED = {
     ),
     "an array of objects": (
         lambda: rl.Edit("lesion", "relu_1", "b [c]", c=np.array([None])),
-        "the edit lesion('relu_1', 'b [c]', c=array([None], dtype=object)) holds a ndarray of objects, for which a file "
+        "the edit lesion('relu_1', 'b [c]', c=array([None], dtype=object)) holds a ndarray of object, for which a file "
         f"has no form.\n{IN_GENERAL}",
     ),
     "an index beyond all": (
@@ -753,6 +758,9 @@ def test_the_tensors_of_a_text_are_those_of_its_file(tmp_path):
     assert said(rl.BadFile, lambda: rl.from_json(text, tensors=other)) == (
         f"{other} is another file than the text was written with: its digest is {digests[0]}, and the text names "
         f"{digests[1]}."
+    )
+    assert said(rl.ReplaylensError, lambda: rl.from_json(rl.to_json(patch), tensors=path)) == (
+        "the text names no file of tensors, as it holds them itself. Leave tensors= out."
     )
     damaged = bytearray(path.read_bytes())
     damaged[-100] ^= 1
@@ -983,6 +991,48 @@ def test_a_text_takes_no_more_memory_than_what_is_in_it():
             f'{{"programs": [], "is": {body}}}, "tensors": {{"blocks": ["{zeros}"]}}}}'
         )
         assert "1000000" in repr(made)
+
+
+# -- what was written once ----------------------------------------------------------------------------------------------
+
+
+def first_version():
+    """What tests/golden/interventions_1.json holds: it was written by version 1 of the format, and is read for ever."""
+    some, part = torch.arange(4.0), rl.Part("b ([c] d)", c=[0, 1], d=2)
+    patches = {
+        "linear_1": [rl.Set(some), rl.Set(float("inf"), part), rl.Zero(part), some, torch.tanh],
+        "relu": rl.Mean((0,)) >> rl.Mean("b d", part, of=some) >> rl.From(some) >> rl.From(clean(), part),
+        3: [rl.Resample(seed=2), rl.Resample([1, 0], part), rl.Noise(0.5, seed=1), rl.Noise(some, part)],
+        rl.Edge("relu_1", ("sin_1", "cos_1")): [
+            rl.Add(1 + 2j),
+            rl.Scale(some, part),
+            rl.Clamp(-1, max=some, part=part),
+        ],
+        clean().find(op="linear"): [rl.Project(some, along=-1, off=True), rl.Project(some, part, along="d")],
+        clean()["pair[1]"]: rl.Rotate(torch.eye(2), rl.Apply(torch.tanh), "[b] c", b=slice(None, -1)),
+        rl.where(torch.relu): (some.double(), [some > 1, some.requires_grad_()]),
+        "a program": clean(),
+    }
+    edits = (
+        rl.Edit("with_patch", {"relu_1": rl.Zero()}, on_divergence="ignore"),
+        rl.Edit("lesion", "relu_1", "b [c]", c=np.arange(2)),
+        rl.Edit("swap", clean()["relu_1"], F.gelu, with_args=False),
+        rl.Edit("slice", from_=["relu_1"], to={"a": "up", "b": None}),
+    )
+    return {"patches": patches, "selection": clean().find(state="*.bias"), "edits": edits}
+
+
+GOLDEN = Path(__file__).parent / "golden" / "interventions_1.json"
+
+
+@pytest.mark.parametrize("name", ["patches", "selection", "edits"])
+def test_a_text_of_the_first_version_is_read(name):
+    text, wanted = json.dumps(json.loads(GOLDEN.read_text())[name]), first_version()[name]
+    [*digests] = {one["program"] for one in json.loads(text)["body"]["programs"]}
+    made = rl.from_json(text, references=dict.fromkeys(digests, clean()))
+    if isinstance(wanted, tuple):
+        assert made == wanted
+    assert_alike(made, wanted)
 
 
 # -- another process ---------------------------------------------------------------------------------------------------

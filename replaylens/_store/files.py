@@ -151,22 +151,22 @@ def opened(source: Any, use_mmap: bool = True, header_only: bool = False) -> Ope
 class reading:
     """A block in which whatever a file makes Python or torch raise is a BadFile that names it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, noun: str = "file") -> None:
+        self.name, self.noun = name, noun
 
     def __enter__(self) -> None:
         """Nothing is set up."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, BadFile) and not str(error).startswith(self.name):
-            raise BadFile(f"{self.name} is no file that replaylens wrote: {error}.") from None
+            raise BadFile(f"{self.name} is no {self.noun} that replaylens wrote: {error}.") from None
         if isinstance(error, UnlawfulGraph) and not str(error).startswith(self.name):
             raise UnlawfulGraph(f"{self.name}: {error}") from None
         is_known = isinstance(error, (BadFile, UnlawfulGraph, Untrusted, UnboundReference))
         if is_known or not isinstance(error, _WHAT_FILES_RAISE):
             return
         fact = f"{type(error).__name__}: {str(error)[:200]}"
-        raise BadFile(f"{self.name} is no file that replaylens wrote: {fact}") from error
+        raise BadFile(f"{self.name} is no {self.noun} that replaylens wrote: {fact}") from error
 
 
 _WHAT_FILES_RAISE = (
@@ -208,6 +208,7 @@ class Parsed(NamedTuple):
     tables: Mapping[str, list[Json]]
     body: Json
     pool: PoolReader
+    noun: str = "file"  # what it is, in errors
 
 
 def read_parsed(
@@ -219,10 +220,11 @@ def read_parsed(
 ) -> Any:
     """The object in what was parsed."""
     given = functions or {}
-    with reading(parsed.name):
+    with reading(parsed.name, parsed.noun):
         names = [name for name in texts(parsed.tables["functions"]) if name not in given]
         resolve = _resolver(names, given, trust)
-    with reading(parsed.name), without_function_modes(), outside_of_transforms(), torch.inference_mode(False):
+    around = reading(parsed.name, parsed.noun)
+    with around, without_function_modes(), outside_of_transforms(), torch.inference_mode(False):
         reader = TreeReader(parsed.tables, parsed.pool, resolve, references=references)
         reader.graph = lambda inner: read_graph(reader, inner)
         return (read or read_kind)(reader, parsed.kind, parsed.body)

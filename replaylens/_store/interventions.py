@@ -77,11 +77,11 @@ class _Writer:
 
     def value(self, what: Any, name: str) -> Json:
         """Anything that stands in a patch, a mapping of them, or an edit."""
+        if type(what).__module__ == "numpy" and hasattr(what, "dtype") and not isinstance(what, str):
+            return self._of_numpy(what, name)
         for kinds, write in _FORMS:
             if isinstance(what, kinds):
                 return write(self, what, name)
-        if type(what).__module__ == "numpy":
-            return self._of_numpy(what, name)
         if callable(what):
             return ["function", self._function(what)]
         raise self.refused(f"holds {_described(what)}, for which a file has no form", _IN_GENERAL)
@@ -114,11 +114,13 @@ class _Writer:
             raise self.refused(f"holds {shown}, and a file holds plain tensors", cure) from None
 
     def _of_numpy(self, what: Any, name: str) -> Json:
-        if getattr(getattr(what, "dtype", None), "kind", "") not in tuple("biufc"):
-            raise self.refused(f"holds {_described(what)} of objects, for which a file has no form", _IN_GENERAL)
-        if not hasattr(what, "__array_interface__") or type(what).__name__ != "ndarray":
+        if type(what).__name__ != "ndarray" and what.dtype.kind in "biuf":
             return self.leaf(what, name)
-        return ["array", self.trees.pool.add(torch.from_numpy(what.copy()), name)]
+        try:
+            return ["array", self.trees.pool.add(torch.from_numpy(what.copy()), name)]
+        except (TypeError, ValueError):  # of objects, of dates, with its bytes in another order
+            fact = f"holds {_described(what)} of {what.dtype}, for which a file has no form"
+            raise self.refused(fact, _IN_GENERAL) from None
 
     def patch(self, patch: Patch, name: str) -> Json:
         """A patch: the name of its class, and its fields by name, without those that are None."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import BadFile, UnboundReference
+from ..errors import BadFile, ReplaylensError, UnboundReference
 from .allowed import needs_trust
 from .container import FORMAT, VERSION, Block, open_container, parsed_json
 from .files import Parsed, read_parsed, reading, written
@@ -24,7 +24,7 @@ from .read_trees import TreeReader, bad, items, mapping, text
 from .references import References
 from .write_trees import TABLES
 
-_NAME = "what was given"  # in errors
+_NAME, _NOUN = "what was given", "text"  # in errors
 
 
 def to_json(what: Any, *, tensors: Any = None) -> str:
@@ -45,7 +45,8 @@ def to_json(what: Any, *, tensors: Any = None) -> str:
     if tensors is not None:
         path = os.fsdecode(os.fspath(tensors))
         made.to(path)
-        said["tensors"] = {"file": os.path.basename(path), "digest": open_container(path, header_only=True).digest}
+        name = os.path.basename(path).encode(errors="replace").decode()  # any bytes can be the name of a file
+        said["tensors"] = {"file": name, "digest": open_container(path, header_only=True).digest}
     elif made.blocks:
         said["tensors"] = {"blocks": [_as_text(block) for block in made.blocks]}
     return json.dumps(said, allow_nan=False)
@@ -62,12 +63,14 @@ def from_json(text: str, *, references: Any = None, trust: Sequence[str] = (), t
         raise TypeError(f"from_json takes the text that to_json gave, not {text!r:.60}. A file is read by load.")
     needs_trust((), trust)
     given = References(references)
-    with reading(_NAME):
+    with reading(_NAME, _NOUN):
         said = mapping(parsed_json(text, _NAME))
         name, digest, blocks = _said_of_tensors(_require_known(said))
         tables = TreeReader.checked_tables({**{table: [] for table in TABLES}, **mapping(said["tables"])})
+    if digest is None and tensors is not None:
+        raise ReplaylensError("the text names no file of tensors, as it holds them itself. Leave tensors= out.")
     pool = _inline(blocks) if digest is None else _beside(name, digest, tensors)
-    return read_parsed(Parsed(_NAME, said["kind"], tables, said["body"], pool), trust, references=given)
+    return read_parsed(Parsed(_NAME, said["kind"], tables, said["body"], pool, _NOUN), trust, references=given)
 
 
 def _as_text(block: Block) -> str:
