@@ -33,6 +33,7 @@ from ._study.paths import path_patch as path_patch
 from ._study.sweep import Sweep as Sweep, sweep as sweep
 from ._sweep.batch_runner import Replays as Replays
 from ._sweep.sweep_plan import Plan as Plan
+from ._version import __version__ as __version__
 from ._view.overlays import Diff as Diff
 from ._view.theme import DARK as DARK, PAPER as PAPER, Theme as Theme
 from .errors import (
@@ -72,5 +73,3 @@ from .files import (
     to_json as to_json,
 )
 from .program import Program as Program, capture as capture, check as check, run as run
-
-__version__ = "0.1.0"

@@ -16,6 +16,7 @@ import torch
 from .._ir.target import Target
 from .._ir.torch_private import outside_of_transforms, without_function_modes
 from .._ir.value_source import set_way_to_pickle
+from .._version import __version__
 from ..errors import BadFile, CannotSave, ReplaylensError, UnboundReference, UnlawfulGraph, Untrusted
 from .allowed import needs_trust, trusted_target, untrusted
 from .container import Block, Container, as_bytes, open_container, parsed_json, write
@@ -26,7 +27,6 @@ from .references import References
 from .write_trees import TreeWriter
 
 Json = Any
-VERSION_OF_REPLAYLENS = "0.1.0"
 
 
 class Kind(NamedTuple):
@@ -110,7 +110,7 @@ class _Written(NamedTuple):
 
 def made_by() -> dict[str, str]:
     """The versions that a file is written with."""
-    return {"replaylens": VERSION_OF_REPLAYLENS, "torch": str(torch.__version__).partition("+")[0]}
+    return {"replaylens": __version__, "torch": str(torch.__version__).partition("+")[0]}
 
 
 def save(what: Any, path: Any) -> None:

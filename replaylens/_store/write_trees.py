@@ -97,6 +97,7 @@ class TreeWriter:
     positions: Mapping[str, int] = field(factory=dict)  # of the nodes of the graph that is written just now
     graph: Callable[[Graph], Json] | None = None  # how a graph among arguments is written
     known_objects: dict[int, tuple[Any, int]] = field(factory=dict)  # in a structure: by id, and its number
+    _within: set[int] = field(factory=set)  # the objects that are opened just now, by id
     _known_facts: dict[int, tuple[Any, int]] = field(factory=dict)  # scopes by id, and their numbers
     _known_lines: dict[int, tuple[Any, int | None]] = field(factory=dict)  # sources likewise, not those of callers
 
@@ -283,6 +284,8 @@ class TreeWriter:
             return ["t", *[self._opened(item, leaf) for item in tree]]
         if kind is not Branch and (kind in _PLAIN or kind is Ref or kind in _LITERALS or isinstance(tree, type)):
             return leaf(tree)
+        if id(tree) in self._within:
+            return self._object(tree)
         if (known := self.known_objects.get(id(tree))) is not None:
             return ["same", known[1]]
         number = len(self.known_objects)
@@ -383,7 +386,7 @@ class TreeWriter:
 
 _NAME_IT = "Define the function in a module, with `def`, and give that one: a file holds its name."
 _LEAVE_IT = "Save a slice of the program without this node: prog.slice(to=...)."
-_MOST_OBJECTS = 100_000
+_MOST_OBJECTS, _DEEPEST = 5_000, 8
 
 
 def _plain(value: Any) -> Json:

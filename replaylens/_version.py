@@ -1,0 +1,3 @@
+"""The version of the package, which files name."""
+
+__version__ = "0.1.0"
