@@ -94,12 +94,12 @@ class _Writer:
         """A number, a text, or another literal."""
         if isinstance(what, (slice, range)):
             ends = [None if end is None else index(end) for end in (what.start, what.stop, what.step)]
-            self._require_modest(what, [end for end in ends if end is not None])
+            self._require_modest(what, ends)
             what = slice(*ends) if isinstance(what, slice) else what
         return self.trees.value(str.__str__(what) if isinstance(what, str) else what)
 
-    def _require_modest(self, what: Any, numbers: list[int]) -> None:
-        if not all(-_MOST < number < _MOST for number in numbers):
+    def _require_modest(self, what: Any, numbers: list[int | None]) -> None:
+        if not all(map(_is_modest, numbers)):
             raise self.refused(f"counts up to more than 2 ** 62: {what}", "No tensor has so many numbers.")
 
     def tensor(self, tensor: torch.Tensor, name: str) -> Json:
@@ -133,11 +133,7 @@ class _Writer:
 
     def part(self, part: Part, name: str) -> Json:
         """A part of a tensor."""
-        numbers = [size for _, size in part.sizes_given]
-        for _, where in part.indices:
-            ends = (where.start, where.stop, where.step) if isinstance(where, slice) else where
-            numbers += [one for one in (ends if isinstance(ends, tuple) else (ends,)) if one is not None]
-        self._require_modest(part, numbers)
+        self._require_modest(part, _numbers_in(part))
         return self.trees.part(part)
 
     def program(self, program: Any, name: str) -> Json:
@@ -239,6 +235,18 @@ def _a(word: str) -> str:
     return f"{'an' if word[:1] in 'AEIOUaeiou' else 'a'} {word}"
 
 
+def _is_modest(number: int | None) -> bool:
+    return number is None or -_MOST < number < _MOST
+
+
+def _numbers_in(part: Part) -> list[int | None]:
+    found: list[int | None] = [size for _, size in part.sizes_given]
+    for _, where in part.indices:
+        ends = (where.start, where.stop, where.step) if isinstance(where, slice) else where
+        found += ends if isinstance(ends, tuple) else (ends,)
+    return found
+
+
 def _is_name(what: Any) -> bool:
     return isinstance(what, (str, int, Layer)) and not isinstance(what, bool)
 
@@ -287,6 +295,12 @@ class _Reader:
         if part is not None and type(part) is not Part:
             bad(f"the part of {_a(word)} is none")
         return _MAKERS[kind](**found)
+
+    def part(self, json: Json) -> Part:
+        """A part of a tensor."""
+        made = self.trees.part(json)
+        _require(all(map(_is_modest, _numbers_in(made))), "an index is one that no tensor has")
+        return made
 
     def tensor(self, json: Json) -> torch.Tensor:
         """A tensor."""
@@ -394,7 +408,7 @@ _WORDS: dict[str, Callable[[_Reader, Json], Any]] = {
     "selection": _Reader.selection,
     "where": _Reader.where,
     "edge": _Reader.edge,
-    "part": lambda reader, json: reader.trees.part(json),
+    "part": _Reader.part,
     "list": _Reader.list_of,
     "tuple": lambda reader, json: tuple(reader.list_of(json)),
     "dict": _Reader.mapping,
