@@ -377,7 +377,7 @@ class Program(ProgramBase):
         continues on the recorded path.
         """
         require_choice("rng", rng, ("replay", "fresh"))
-        prog = self._with_edge_nodes(patch)
+        prog = self._with_edge_nodes(patch)._with_given_state(state)
         request = prog._request(
             inputs,
             named_inputs,
@@ -410,6 +410,7 @@ class Program(ProgramBase):
         """
         if not hasattr(variants, "items") or not variants:
             raise ReplaylensError("variants must be a non-empty mapping {key: patches}.")
+        self._record.require_state()
         if memory is not None and memory <= 0:
             raise ValueError(f"memory is a number of bytes, not {memory!r}.")
         prog = self._with_edge_nodes(
@@ -458,7 +459,7 @@ class Program(ProgramBase):
         For a very large program, `sample` is the number or the fraction of nodes to check.
         """
         is_captured = self.history == ("captured",)
-        return check_program(ProgramUnderTest(self._record, self.output, is_captured, sample, progress))
+        return check_program(ProgramUnderTest(self._complete_record, self.output, is_captured, sample, progress))
 
     def backward(self, of: Any = None, *, from_layer: Any = None, save: Any = "all") -> Program:
         """The same program after a backward pass: its layers have a `grad`, which is what a hook on the tensor would
@@ -567,7 +568,7 @@ class Program(ProgramBase):
     def set_state(self, address: str, value: Any, *, on_divergence: str = "raise") -> Program:
         """The program with another parameter or buffer: a tensor, or a function of the current one."""
         said = _divergence_note(on_divergence)
-        made = editing.with_state(self._record, address, value, self._index.nearest, on_divergence)
+        made = editing.with_state(self._complete_record, address, value, self._index.nearest, on_divergence)
         return self._edited(made, "set_state", address, value, **said)
 
     def slice(self, from_: Any = None, to: Any = None) -> Program:
@@ -591,7 +592,9 @@ class Program(ProgramBase):
         """The same program rerun on the current parameters and inputs."""
         self._require_settled("refreshed program")
         beginning = self._beginning
-        record, output = rerun(with_current_state(self._record, beginning.model if beginning is not None else None))
+        record, output = rerun(
+            with_current_state(self._complete_record, beginning.model if beginning is not None else None)
+        )
         if beginning is not None and isinstance(beginning.model, torch.nn.Module):
             beginning = beginning.held_now()
         return self._derived(record, output, "refreshed", _beginning=beginning)

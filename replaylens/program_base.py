@@ -26,7 +26,7 @@ from ._ir.interrupts import after_fork, exclusive_generator, reset_lock
 from ._ir.label import Label
 from ._ir.location import Location
 from ._ir.memory import version_of
-from ._ir.node import Call, Input, Ref, refs_in
+from ._ir.node import Call, Input, Ref, State, refs_in
 from ._ir.torch_private import outside_of_transforms
 from ._ir.trees import thaw
 from ._ir.util import add_note, cached_property, is_glob
@@ -185,6 +185,26 @@ class ProgramBase(ProgramMetadata, ValueSource):
                 vars(self)["_record"] = known = keeping_only(known, frozenset()) if self._keeps_nothing else known
                 self._captured = None
         return cast(Record, known)
+
+    @property
+    def _complete_record(self) -> Record:
+        """The record, which has all of the state: a file may have been saved without."""
+        self._record.require_state()
+        return self._record
+
+    def _with_given_state(self, state: Mapping[str, torch.Tensor] | None) -> ProgramBase:
+        """The program, with tensors that are given for one replay where a file was saved without the state."""
+        record = self._record
+        if not record.absent or not state:
+            return self
+        found = new_state(self.graph, dict(state), self._index.nearest, record.account).fitting
+        names = {self.graph.nodes[position].name: tensor for position, tensor in found.items()}
+        given = {Ref(name): _in_its_place(record, name, names[name]) for name in names if name in record.absent}
+        versions = Versions([*record.versions.items(), *((ref, version_of(tensor)) for ref, tensor in given.items())])
+        kept = frozenset(record.saved or ())
+        return self._derived(
+            evolve(record, values={**record.values, **given}, versions=versions, saved=kept), self._returned
+        )
 
     @property
     def _any_record(self) -> Record:
@@ -544,9 +564,17 @@ def with_tensors(record: Record, values: dict[Ref, Any], stale: frozenset[Ref]) 
     """The record on other tensors, such as copies. The copy of a stale value is stale."""
     versions = Versions((ref, _version(record, ref, tensor, ref in stale)) for ref, tensor in values.items())
     sources = (*record.graph.state_nodes, *record.graph.input_nodes)
-    same = {node.name for node in sources if values[Ref(node.name)] is record.values[Ref(node.name)]}
+    same = {node.name for node in sources if values.get(ref := Ref(node.name)) is record.values.get(ref)}
     live = {name: tensor for name, tensor in record.live.items() if name in same}
     return evolve(record, values=values, versions=versions, live=live, histories=None, lent={})
+
+
+def _in_its_place(record: Record, name: str, given: torch.Tensor) -> torch.Tensor:
+    """A given tensor in the place of a recorded one that is not there: a leaf with the flag that this had."""
+    node = record.graph[name]
+    flag = isinstance(node, State) and node.kind == "parameter" and name not in record.account.untrained
+    made = given.detach()
+    return made.requires_grad_() if flag and made.is_floating_point() else made
 
 
 def _version(record: Record, ref: Ref, tensor: Any, is_stale: bool) -> int:

@@ -489,6 +489,76 @@ def test_a_file_without_state_says_so_where_state_is_needed(prog, net):
     assert saved(back) == saved(prog, state=False)
 
 
+def test_a_file_without_state_is_replayed_on_state_that_is_given():
+    torch.manual_seed(0)
+    one, other = (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)) for _ in range(2))
+    x = torch.randn(3, 4)
+    for options in ({"values": "none", "state": False}, {"state": False}):
+        back = rl.load(saved(rl.capture(one, x), **options))
+        state = other.state_dict()
+        assert same(back.replay(state=state).output, other(x).detach())
+        assert same(back.replay(state=state, to="relu_1")["relu_1"], other[:2](x).detach())
+        assert same(back.replay(state=state)["relu_1"], other[:2](x).detach())
+        with pytest.raises(rl.NotSaved, match=r"the parameter `0\.bias` is not in the file"):
+            back.replay(state={"0.weight": state["0.weight"]})
+        other.zero_grad()
+        back.replay(state=dict(other.named_parameters()), grad=True).output.sum().backward()
+        assert other[0].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda prog: prog.check(),
+        lambda prog: prog.grads(of=lambda out: out["logits"].sum()),
+        lambda prog: prog.function()(prog.inputs[0]),
+        lambda prog: prog.module(),
+        lambda prog: rl.sweep(prog, "linear_1", "b [unit]", rl.Zero()),
+        lambda prog: prog.refresh(),
+        lambda prog: prog.to(torch.float64),
+        lambda prog: prog.state,
+        lambda prog: prog.set_state("last.bias", torch.zeros_like),
+        lambda prog: prog.lesion("linear_1"),
+    ],
+)
+def test_whatever_needs_state_says_that_the_file_has_none(prog, use):
+    with pytest.raises(rl.NotSaved, match="is not in the file: it was saved with state=False"):
+        use(rl.load(saved(prog, state=False)))
+
+
+def test_a_bound_program_notices_that_its_model_was_trained(prog, net):
+    back = rl.load(saved(prog, state=False), state=net)
+    with torch.no_grad():
+        net.first.weight.add_(1)
+    with pytest.raises(rl.StaleValue, match=r"first\.weight"):
+        back.replay()
+
+
+def test_new_inputs_fit_a_loaded_program_if_they_print_as_the_recorded_ones_did():
+    class Options:
+        def __init__(self, factor):
+            self.factor = factor
+
+    def model(x, options):
+        return x * options.factor
+
+    back = there_and_back(rl.capture(model, torch.ones(2), Options(3)))
+    assert torch.equal(back.replay(torch.full((2,), 2.0), Options(3)).output, torch.full((2,), 6.0))
+    with pytest.raises(rl.InputMismatch):
+        back.replay(torch.ones(2), Options(4))
+
+
+def test_an_object_that_holds_itself_is_opened_once():
+    class Node:
+        def __init__(self):
+            self.depth, self.next, self.items = 1, self, [self]
+
+    prog = rl.capture(lambda x, node: (x + node.depth, node), torch.ones(2), Node())
+    back = there_and_back(prog)
+    assert back.output[1].depth == 1
+    assert saved(back) == saved(prog)
+
+
 def test_another_model_is_refused(prog, net):
     torch.manual_seed(1)
     for options in ({}, {"state": False}):
@@ -545,9 +615,7 @@ def test_a_lambda_is_refused_with_its_node_its_line_and_the_way_out(prog):
     with pytest.raises(rl.CannotSave) as caught:
         saved(prog.with_patch({"linear_1": lambda value: value * 2}))
     text = str(caught.value)
-    assert text.startswith(
-        "linear_1_1 is given a lambda, which cannot be found again by a name.\n    test_files.py:"
-    )
+    assert text.startswith("linear_1_1 is given a lambda, which cannot be found again by a name.\n    test_files.py:")
     assert text.endswith("Define the function in a module, with `def`, and give that one: a file holds its name.")
 
 

@@ -106,6 +106,12 @@ class Record:
             raise StaleValue(reason)
         return tensor
 
+    def require_state(self) -> None:
+        """Raises where a file was saved without the state, and none was given since."""
+        for node in self.graph.state_nodes if self.absent else ():
+            if Ref(node.name) not in self.values:
+                raise NotSaved(absent_text(self.graph, Ref(node.name)))
+
     def reading(self, count: int) -> Callable[[Ref], torch.Tensor]:
         """`value`, for this many: where that is quicker, all values of the record are asked at once."""
         if count * _FEW < len(self.values) or not self.steady:
