@@ -4,7 +4,6 @@ Witness: the plain model, run as often, or forward hooks on it.
 """
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -547,25 +546,6 @@ def test_a_kept_value_that_was_written_is_stale():
     run["tanh_1"].zero_()
     with pytest.raises(rl.StaleValue):
         run["tanh_1"]
-
-
-# ---- pickles ------------------------------------------------------------------------------------------------------
-
-
-PICKLED = {
-    "program": lambda p: p,
-    "edited": lambda p: p.lesion("relu_1"),
-    "run": lambda p: p.replay(),
-    "layer": lambda p: p["relu_1"],
-    "grads": lambda p: p.grads(of=lambda out: out.sum()),
-}
-
-
-@pytest.mark.parametrize("made", PICKLED.values(), ids=PICKLED)
-def test_pickling_is_refused_with_what_to_do(made):
-    with pytest.raises(rl.ReplaylensError, match="cannot be pickled") as error:
-        pickle.dumps(made(rl.capture(net(), x())))
-    assert isinstance(error.value, TypeError)
 
 
 # ---- what an input is, when a patch stands in its place ----------------------------------------------------------

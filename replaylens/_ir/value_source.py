@@ -59,14 +59,19 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return deepcopy(value, memo)
     if type(value) not in (dict, list, tuple) and not isinstance(value, torch.Tensor):
         return value
+    return copied(value, memo)
+
+
+def copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A structure with tensors of its own."""
     return thaw(freeze_deep(value, lambda tensor: _Tensor(_copy_of(tensor, memo))), _plain)
 
 
 def _copy_of(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     if id(tensor) not in memo:  # the copy of one with a history has the history too
         memo[id(tensor)] = tensor.clone() if tensor.grad_fn is not None else deepcopy(tensor, memo)
-    copied: torch.Tensor = memo[id(tensor)]
-    return copied
+    made: torch.Tensor = memo[id(tensor)]
+    return made
 
 
 @frozen(eq=False)

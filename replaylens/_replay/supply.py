@@ -254,9 +254,9 @@ class Run(ValueSource):
     def save(self, path: Any, *, values: Any = None) -> None:
         """Write the run and its program to one file. `replaylens.load(path)` gives a run that answers the same.
 
-        Every value that the replay computed is written; what it did not keep is computed now. `values` selects others,
-        by the words of a capture's `save=`: `"none"` writes the output alone, `"all"` and names also what the replay
-        had no need of. Functions among the patches are not written: the file has what they gave.
+        Every value that the run can give is written; what it did not keep is computed now. `values` selects fewer, by
+        the words of a capture's `save=`: `"none"` writes the output alone. Functions among the patches are not written:
+        the file has what they gave. What was drawn afresh and not kept is left out.
         """
         self._save_to(path, values=values)
 

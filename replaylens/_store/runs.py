@@ -70,6 +70,7 @@ def _write_run(writer: TreeWriter, run: Run, values: Any = None) -> Finished:
         asked = {
             "changed": [[position, _in_words(changes)] for position, changes in sorted(request.changed.items())],
             "given": sorted(request.given),
+            "grad": request.grad,
             "ends": [[writer.ref(ref), _in_words([change])] for ref, change in request.ends.items()],
         }
     return lambda: {"program": finished(), "path": path(), **made, "asked": asked}
@@ -98,32 +99,34 @@ def _positions(writer: TreeWriter, graph: Graph) -> Iterator[None]:
 
 
 def _held(run: Run, selected: Sequence[str] | None) -> dict[Ref, torch.Tensor]:
-    """The values of a replay that are not the recorded ones, as far as they are wanted. Where the model itself was run,
-    they are in the program of its path.
+    """The values of a replay that are not the recorded ones: those that are selected, or all that it can give. Where
+    the model itself was run, they are in the program of its path.
     """
     if run.program is not None:
         return {}
+    if selected is None and isinstance(run._lookup, SavedValues):
+        return dict(run._lookup.values)
     assert run.origin is not None
-    graph, given = run.origin.program.graph, run.origin.request.given
-    always = [*(graph.output_refs if run._has_output else ()), *[Ref(graph.nodes[position].name) for position in given]]
-    touched = _touched(graph, _begun(graph, run.executed, run.origin.request))
-    wanted = {ref for ref in (*_wanted(run, selected), *always) if graph.positions[ref.node] in touched}
+    graph, request = run.origin.program.graph, run.origin.request
+    begun = _begun(graph, run.executed, request)
+    touched = _touched(graph, begun)
+    if selected is None:
+        run.hold_all()
+        wanted = {ref for position in touched for ref in refs_of(graph.nodes[position])}
+    else:
+        always = [*(graph.output_refs if run._has_output else ()), *[Ref(graph.nodes[p].name) for p in request.given]]
+        every = (*always, *_refs_at(run.origin.program, selected))
+        wanted = {ref for ref in every if graph.positions[ref.node] in touched}
     in_order = sorted(wanted, key=lambda ref: (graph.positions[ref.node], ref.path))
-    found = {ref: _value(run, ref, is_asked=selected is not None) for ref in in_order}
-    return {ref: value for ref, value in found.items() if isinstance(value, torch.Tensor)}
+    needed = begun if selected is None else touched
+    lacks = selected is None and request.fresh  # what was drawn afresh and not kept cannot be had again
+    # The last one first: what it needs is computed in one go, and remembered.
+    found = {ref: _value(run, ref, graph.positions[ref.node] in needed, lacks) for ref in reversed(in_order)}
+    return {ref: value for ref in in_order if isinstance(value := found[ref], torch.Tensor)}
 
 
-def _wanted(run: Run, selected: Sequence[str] | None) -> Iterable[Ref]:
-    """What the user selected; else all that the replay ran."""
-    assert run.origin is not None
-    index, graph = run.origin.program._index, run.origin.program.graph
-    if selected is not None:
-        return [ref for label in selected for ref in refs_in(index.by_label[label].tree(graph))]
-    if isinstance(run._lookup, SavedValues):
-        return run._lookup.values
-    run.hold_all()
-    begun = _begun(graph, run.executed, run.origin.request)
-    return [ref for position in begun for ref in refs_of(graph.nodes[position])]
+def _refs_at(program: Any, labels: Sequence[str]) -> list[Ref]:
+    return [ref for label in labels for ref in refs_in(program._index.by_label[label].tree(program.graph))]
 
 
 def _begun(graph: Graph, executed: Iterable[str], request: Request) -> set[int]:
@@ -131,15 +134,12 @@ def _begun(graph: Graph, executed: Iterable[str], request: Request) -> set[int]:
     return {graph.positions[name] for name in executed} | {*request.changed, *request.given}
 
 
-def _value(run: Run, ref: Ref, is_asked: bool) -> Any:
-    """A value of a run. What was drawn afresh and not kept cannot be had again: it is left out."""
-    assert run.origin is not None
+def _value(run: Run, ref: Ref, is_needed: bool, lacks: bool) -> Any:
+    """A value of a run; None for one that it lacks, or that nobody has asked for and whose computation raises."""
     try:
         return run._lookup(Location(ref.node, part=ref))
-    except StaleValue:
-        raise
-    except ReplaylensError:
-        if is_asked or not run.origin.request.fresh:
+    except Exception as error:
+        if is_needed and (isinstance(error, StaleValue) or not lacks):
             raise
         return None
 
@@ -218,6 +218,7 @@ class SavedValues:
     ends: Tensors  # the outputs, where some were patched
     touched: frozenset[int]  # the positions where nothing but `values` is known
     find: Callable[[Any], Location]
+    has_flags: bool  # of `requires_grad`, as a run with grad=True has them
     marks: Mapping[Ref, int] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -231,24 +232,28 @@ class SavedValues:
             return self.ends[at.output]
         return filled(at.tree(self.program.graph), partial(self.value, name=at.name))
 
-    def output(self, ref: Ref) -> torch.Tensor:
+    def output(self, ref: Ref) -> Any:
         """An output. A file has all of them, so that reading it runs nothing."""
-        for known in (self.ends, self.values, self.program._record.values):
-            if ref in known:
-                return detached(known[ref])
-        return bad(f"{ref} is an output, and has no value")
+        if ref in self.ends:
+            return self.ends[ref]
+        if ref not in self.values and ref not in self.program._record.values:
+            bad(f"{ref} is an output, and has no value")
+        return self.value(ref, str(ref))
 
     def value(self, ref: Ref, name: str) -> Any:
         """The value of a Ref."""
+        record = self.program._record
         if (value := self.values.get(ref)) is not None:
             if version_of(value) != self.marks[ref]:
                 raise StaleValue(
                     f"the value of `{name}` in this run was overwritten since it was loaded. Load it again."
                 )
             return value
-        if self.program.graph.positions[ref.node] in self.touched:
+        if record.graph.positions[ref.node] in self.touched:
             raise _absent(name)
-        return self.program._read(Location(ref.node, part=ref), again=True)
+        if ref not in record.values:
+            return self.program._read(Location(ref.node, part=ref), again=True)
+        return record.value(ref) if self.has_flags else detached(record.value(ref))
 
 
 def _absent(name: str) -> NotSaved:
@@ -263,7 +268,7 @@ def _read_run(reader: TreeReader, json: Json) -> Run:
     program = read_program(reader, given["program"])
     path = optional(partial(_read_path, reader), given["path"])
     taken = program if path is None else path
-    graph, asked = taken.graph, parts(given["asked"], {"changed", "given", "ends"})
+    graph, asked = taken.graph, parts(given["asked"], {"changed", "given", "grad", "ends"})
     with _names(reader, program.graph):
         request = _read_request(reader, asked, program.graph)
     with _names(reader, graph):
@@ -276,7 +281,7 @@ def _read_run(reader: TreeReader, json: Json) -> Run:
         known = path._record.values
         touched = frozenset([p for p, node in enumerate(graph.nodes) if any(ref not in known for ref in refs_of(node))])
         find = _finder(program, path)
-    lookup = SavedValues(taken, values, ends, touched, find)
+    lookup = SavedValues(taken, values, ends, touched, find, request.grad)
     has_output = flag(given["has_output"])
     return Run(
         executed,
@@ -314,6 +319,7 @@ def _read_path(reader: TreeReader, json: Json) -> Any:
 def _read_request(reader: TreeReader, given: Mapping[str, Json], graph: Graph) -> Request:
     """What a run was asked for, in words."""
     return Request(
+        grad=flag(given["grad"]),
         changed={_position(graph, at): _changes(words) for at, words in _pairs(given["changed"])},
         given=dict.fromkeys([_position(graph, at) for at in items(given["given"])], torch.empty(0)),
         ends={_own_ref(reader, graph, at): change for at, words in _pairs(given["ends"]) for change in _changes(words)},

@@ -11,13 +11,13 @@ from itertools import product
 from typing import Any, NoReturn
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from .._edit.part import Part
 from .._edit.patch import patch_of
 from .._edit.select import NAMING_CURE, Selection
 from .._ir.util import optional
-from .._ir.value_source import Saved
+from .._ir.value_source import Saved, copied
 from .._store.files import Kind, register
 from .._store.pool import natural
 from .._store.read_trees import TreeReader, bad, exactly, items, mapping, number, texts
@@ -160,6 +160,13 @@ class Sweep(Saved):
             dims, numbers, attributes = made[""]
             return xarray.DataArray(numbers, coords, dims, "value", attributes)
         return xarray.Dataset(made, coords, rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sweep:
+        """The same with tensors of its own. The program is not copied."""
+        found = self._replays
+        if found is not None:
+            found = evolve(found, values=copied(found.values, memo), baseline=copied(found.baseline, memo))
+        return Sweep(self.axes, self.keys, self._pending, found)
 
     @property
     def _found(self) -> Replays:
