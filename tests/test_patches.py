@@ -3,6 +3,7 @@
 import math
 import pickle
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -671,3 +672,11 @@ def test_a_wrong_patch_is_answered_with_what_would_have_been_right(name):
     with pytest.raises(kind) as caught:
         action()
     assert str(caught.value) == text
+
+
+def test_a_seed_is_any_whole_number_and_nothing_else():
+    assert Noise(0.5, seed=numpy.int64(3)) == Noise(0.5, seed=3)
+    assert Resample(seed=torch.tensor(3)) == Resample(seed=3)
+    for seed in (1.5, "1", True, None):
+        with pytest.raises(rl.BadPatch, match="takes a whole number as its seed"):
+            Noise(0.5, seed=seed)

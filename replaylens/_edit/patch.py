@@ -7,6 +7,7 @@ then it is a pure function of one tensor, and `terms()` gives that function as a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import cache
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
@@ -64,6 +65,13 @@ def as_permutation(given: Any) -> tuple[int, ...] | None:
     if sorted(order) != list(range(len(order))):
         raise BadPatch(f"Resample takes an order of the rows, each of 0..{len(order) - 1} once, not {list(order)}.")
     return order
+
+
+def as_seed(word: str, given: Any) -> int:
+    """A seed as a plain number."""
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        raise BadPatch(f"{word} takes a whole number as its seed, not {shown(given)}.")
+    return operator.index(given)
 
 
 def as_directions(given: Any) -> torch.Tensor:
@@ -381,7 +389,7 @@ class Resample(PartPatch):
     _part_by_name = True
 
     def __init__(self, permutation: Any = None, part: Part | str | None = None, *, seed: int = 0, **axes: Any) -> None:
-        self.__attrs_init__(as_permutation(permutation), seed, part=as_part(part, axes))
+        self.__attrs_init__(as_permutation(permutation), as_seed("Resample", seed), part=as_part(part, axes))
 
     def terms(self) -> Terms:
         return patch_ops.resample, (), {"permutation": self.permutation, "seed": self.seed, **self._part_argument}
@@ -428,7 +436,7 @@ class Noise(PartPatch):
     ) -> None:
         if isinstance(std, (int, float)) and std < 0:
             raise BadPatch(f"Noise of a deviation below zero: {std}.")
-        self.__attrs_init__(as_operand("Noise", std), seed, part=as_part(part, axes))
+        self.__attrs_init__(as_operand("Noise", std), as_seed("Noise", seed), part=as_part(part, axes))
 
     def terms(self) -> Terms:
         return patch_ops.noise, (self.std,), {"seed": self.seed, **self._part_argument}
