@@ -678,5 +678,5 @@ def test_a_seed_is_any_whole_number_and_nothing_else():
     assert Noise(0.5, seed=numpy.int64(3)) == Noise(0.5, seed=3)
     assert Resample(seed=torch.tensor(3)) == Resample(seed=3)
     for seed in (1.5, "1", True, None):
-        with pytest.raises(rl.BadPatch, match="takes a whole number as its seed"):
+        with pytest.raises(errors.BadPatch, match="takes a whole number as its seed"):
             Noise(0.5, seed=seed)
