@@ -145,7 +145,12 @@ from replaylens._replay.plan import plan as plan
 from replaylens._replay.record import Versions as Versions
 from replaylens._replay.replay import execute as execute
 from replaylens._replay.request import Request as Request
-from replaylens._store import container as container
+from replaylens._store import (
+    container as container,
+    graphs as graphs,
+    programs as programs,
+    write_trees as write_trees,
+)
 from replaylens._study.paths import residual_branches as residual_branches
 from replaylens._sweep import engine as engine, prepared_program as prepared_program, sweep_plan as sweep_plan
 from replaylens._sweep.alignment import Alignment as Alignment, close_across_batches as close_across_batches

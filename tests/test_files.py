@@ -15,9 +15,10 @@ import warnings
 from hashlib import sha256
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
-from internals import container, same
+from internals import container, graphs, programs, same, write_trees
 from loaded_elsewhere import facts, replay_bits
 from torch import nn
 from zoo import MODELS
@@ -620,6 +621,29 @@ def test_a_lambda_is_refused_with_its_node_its_line_and_the_way_out(prog):
 
 
 # -- the file itself ---------------------------------------------------------------------------------------------------
+
+
+def test_no_fact_of_a_program_is_left_out_of_its_file():
+    written = {
+        graphs.Graph: {*graphs.GRAPH_FIELDS, "nodes", "output"},
+        graphs.Call: {*graphs.CALL_FIELDS, "name", "kind", "target", "args", "returns", "spec", "context", "scope", "source"},
+        graphs.Guard: {*graphs.GUARD_FIELDS, "target", "args"},
+        graphs.Input: {"name", "path", "spec", "python_type"},
+        graphs.State: {"name", "address", "kind", "spec", "aliases"},
+        graphs.Const: {"name", "origin", "spec", "source"},
+        graphs.GeneratorLeft: {"follows", "fixed"},
+        graphs.Overlaps: {"same", "meeting", "touched"},
+        write_trees.TensorSpec: {"shape", "dtype", "device", "strides", "stored", "layout"},
+        write_trees.Context: {"grad", "inference", "autocast", "settings"},
+        write_trees.Scope: {"address", "call", "kind", "parent", "source"},
+        write_trees.Source: {"file", "line", "function", "caller", "saved"},
+        programs.CaptureMetadata: {
+            "seed", "began", "seconds", "nanoseconds", "originals", "gradients", "modules", "classes", "unread",
+            "unread_buffers", "untrained", "called_from",
+        },
+    }  # fmt: skip
+    for kind, names in written.items():
+        assert {field.name for field in attrs.fields(kind)} == names, kind
 
 
 def test_one_program_is_the_same_bytes_each_time_and_after_loading(prog):
