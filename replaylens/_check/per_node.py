@@ -94,11 +94,19 @@ def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
                     run = walk.run(position, node)
                     is_asked = position in chosen or run.is_stale or run.error is not None
                     for law, tally in tallies if is_asked else ():
-                        law.ask(run, tally)
+                        _ask(law, run, tally)
             walk.values.forget(position)
             if position in chosen:
                 tick(1)
     return {law.name: law.result(tally, program) for law, tally in tallies}
+
+
+def _ask(law: NodeLaw, run: NodeRun, tally: Tally) -> None:
+    """Check one law at one call. A function that a file names may return what no capture has, and fail anywhere."""
+    try:
+        law.ask(run, tally)
+    except Exception as error:
+        tally.failures.append(finding_at(run.node, f"raises {type(error).__name__} while it is checked"))
 
 
 class _Walk:
@@ -118,6 +126,12 @@ class _Walk:
 
     def run(self, position: int, node: Call) -> NodeRun:
         """Run a call on its parents' values, unless it is verified already."""
+        try:
+            return self._run(position, node)
+        except Exception as error:
+            return NodeRun(self.record, node, error=error)
+
+    def _run(self, position: int, node: Call) -> NodeRun:
         if any(ref in self.program.stale for ref in (*self.graph.refs[position], *self.graph.gives[position])):
             return NodeRun(self.record, node, is_stale=True)
         before = torch.default_generator.get_state()
@@ -207,7 +221,8 @@ def _record_mismatch(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor]
         same(one, value[ref]) for ref, one in trial.runner(trial.given).items() if ref in saved
     ):
         fact += ": the function of the edit there gives something else each time that it is called"
-    far = [d for ref, one in saved.items() if (d := difference(value[ref], one)) is not None]
+    made = {ref: value[ref] for ref in saved if isinstance(value[ref], torch.Tensor)}
+    far = [d for ref, one in made.items() if (d := difference(one, saved[ref])) is not None]
     tally.failures.append(finding_at(node, fact, difference=max(far, default=None)))
 
 

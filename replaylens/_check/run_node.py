@@ -111,6 +111,8 @@ def spread_of_repetitions(runner: NodeRunner, given: Given, saved: Mapping[Ref, 
 
 def _spread(repeated: list[Any], saved: torch.Tensor) -> float | None:
     first = repeated[0]
+    if not all(isinstance(one, torch.Tensor) for one in repeated):
+        return None
     if not saved.is_floating_point() or saved.is_nested or first.shape != saved.shape or first.dtype != saved.dtype:
         return None
     if all(same(first, other) for other in repeated[1:]):

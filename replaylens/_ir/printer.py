@@ -118,7 +118,7 @@ def _view(view: DerivedView, bases: tuple[Any, ...]) -> str:
     for step in view.steps:
         function, args, kwargs, part, _ = unpacked_place(step)
         others = [expression(arg) for arg in args if arg is not Hole.HERE]
-        if function.short == "__getitem__":
+        if function.short == "__getitem__" and len(args) == 2:
             text = f"{text}[{_index(args[1])}]"
         elif function.is_property:
             text = f"{text}.{function.short}"

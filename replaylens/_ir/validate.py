@@ -7,7 +7,8 @@ every edit checks what it made. The laws:
 - a call that takes a generator names the generator's recorded state;
 - a guard stands behind the nodes that it reads;
 - a call that runs others again stands behind them;
-- `Write` and `InnerGradient` have the arguments that their classes describe, and no other call runs `mutate`.
+- `Write` and `InnerGradient` have the arguments that their classes describe, and no other call runs `mutate`;
+- a call that stands for the model's own call of a function has that function first.
 
 One more holds of captured graphs and of edited ones: each shape that depends on content has a guard, which a patch
 takes over from the value that it stands for (`unguarded_shapes`).
@@ -31,9 +32,11 @@ from .write import (
     DerivedView,
     Hole,
     TargetIndex,
+    ViewStep,
     Write,
     WriteArguments,
     WriteResults,
+    is_wrapper,
     mutate,
     places_in,
     unpacked_place,
@@ -213,7 +216,10 @@ def _nowhere(graph: Graph) -> Iterator[Problem]:
         for ref in refs_in(call.returns):
             if not _leads_to(call.returns, ref):
                 yield Problem(call.name, "reference", f"{ref} does not lie where it says")
-        for ref in refs_in(call.result):
+        shown = refs_in(call.result)
+        if call.result is not None and not shown:
+            yield Problem(call.name, "reference", "shows nothing of what it gives")
+        for ref in shown:
             if not _is_given(graph, ref):
                 yield Problem(call.name, "reference", f"shows {ref}, which it does not give")
     for ref in sorted(graph.detached_inputs, key=str):
@@ -250,6 +256,8 @@ def _kinds_of_call_are_well_formed(graph: Graph) -> Iterator[Problem]:
             yield from (Problem(call.name, "inner gradient", fact) for fact in _faults_of_gradient(call))
         elif call.target == MUTATE:
             yield Problem(call.name, "write", "writes in place and is no Write")
+        elif is_wrapper(call.target.function) and not isinstance(next(iter(call.args), None), Target):
+            yield Problem(call.name, "wrapper", f"stands for a call of a function, and {call.target.short} has none")
         elif call.through:
             yield Problem(call.name, "inner gradient", "runs others again and is no InnerGradient")
 
@@ -263,18 +271,21 @@ def _faults_of_write(write: Write) -> Iterator[str]:
     given = write.arguments
     bases, targets, values = given.bases, given.targets, given.values
     if not isinstance(given.function, Target):
-        yield f"calls {given.function!r}, which is no function by name"
-    if not (type(given.kwargs) is Branch and given.kwargs.kind is dict):
+        yield f"calls {given.function!r:.40}, which is no function by name"
+    if not _is_dict(given.kwargs):
         yield "has keyword arguments without names"
+    if not {*map(type, (bases, targets, values, given.args))} <= {tuple}:
+        yield "has arguments that are no tuples"
+        return
     if type(bases) is not tuple or not bases or len({*bases}) < len(bases) or {*map(type, bases)} != {Ref}:
         yield "has bases that are not one value each"
     stand = places_in((given.args, given.kwargs))
     views = [*map(unpacked_place, targets), *[place for place in stand if type(place) is DerivedView]]
-    if not all(type(view) is DerivedView and 0 <= view.base < len(bases) for view in views):
+    if not all(type(view) is DerivedView and _is_number(view.base, len(bases)) for view in views):
         yield "has a target that is a view of no base"
-    elif not all([*leaves(step.items)].count(Hole.HERE) == 1 for view in views for step in view.steps):
+    elif not all(type(view.steps) is tuple and all(map(_is_step, view.steps)) for view in views):
         yield "has a view that is not one of one tensor"
-    if not all(0 <= place.number < len(targets) for place in stand if type(place) is TargetIndex):
+    if not all(_is_number(place.number, len(targets)) for place in stand if type(place) is TargetIndex):
         yield "has an argument that is none of its targets"
     if len(values) != len(targets) or not {*map(type, values)} <= {Ref, type(None)}:
         yield f"has {len(values)} values for {len(targets)} targets"
@@ -282,6 +293,23 @@ def _faults_of_write(write: Write) -> Iterator[str]:
     is_whole = len(gives) == len(WriteResults._fields) and len(write.gives.bases) == len(bases)
     if not is_whole or not 0 < len(write.gives.targets) <= len(targets):
         yield "does not give what it wrote, and each base"
+
+
+def _is_number(value: Any, count: int) -> bool:
+    return type(value) is int and 0 <= value < count
+
+
+def _is_dict(tree: Any) -> bool:
+    return type(tree) is Branch and tree.kind is dict and all(type(key) is str for key in tree.keys or ())
+
+
+def _is_step(tree: Any) -> bool:
+    """True for a call that makes a view of one tensor."""
+    step = unpacked_place(tree)
+    if type(step) is not ViewStep or not isinstance(step.function, Target) or type(step.grad) is not bool:
+        return False
+    fits = type(step.args) is tuple and _is_dict(step.kwargs) and type(step.part) is tuple
+    return fits and {*map(type, step.part)} <= {int} and [*leaves(tree.items)].count(Hole.HERE) == 1
 
 
 def _faults_of_gradient(call: InnerGradient) -> Iterator[str]:

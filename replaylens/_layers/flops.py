@@ -40,7 +40,14 @@ FREE, UNKNOWN = Cost(0), Cost(None, None)
 
 
 def cost_of(call: Call, graph: Graph) -> Cost:
-    """The cost of one call."""
+    """The cost of one call. It is unknown where its arguments are none that its function takes, as a file can say."""
+    try:
+        return _cost(call, graph)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError):
+        return UNKNOWN
+
+
+def _cost(call: Call, graph: Graph) -> Cost:
     made, kind = original_call(call), call.kind
     packet = getattr(made.target.function, "_overloadpacket", None)
     op = op_info_of_kind(kind)

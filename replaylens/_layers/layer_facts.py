@@ -149,7 +149,8 @@ class LayerFacts(TorchLensNames):
         ref = self._place.output or self._place.part
         if ref is None or not self.is_one_of_several:
             return None
-        return self._facts.refs(Location(self.node.name)).index(ref)
+        refs = self._facts.refs(Location(self.node.name))
+        return refs.index(ref) if ref in refs else None
 
     @property
     def gradient_function(self) -> str | None:

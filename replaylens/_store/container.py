@@ -23,7 +23,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import c_char
-from math import prod
+from math import inf, isfinite, prod
 from typing import Any, BinaryIO
 
 import torch
@@ -343,11 +343,28 @@ def _header_words(name: str, size: int, read: Callable[[int, int], Any]) -> tupl
 
 
 def parsed_json(text: str | bytes, name: str) -> Any:
-    """JSON, strictly: no key twice, no number that JSON has not, nothing nested too deep."""
+    """JSON, strictly: no key twice, no number that JSON has not, no half of a character, nothing nested too deep, and
+    no more memory than what is written in earnest takes.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_refused, parse_int=_integer)
+        words = text if isinstance(text, str) else text.decode("ascii")
+        _require_modest(words)
+        made = json.loads(
+            words, object_pairs_hook=_without_doubles, parse_constant=_refused, parse_int=_integer, parse_float=_float
+        )
+        if "\\ud" in words or "\\uD" in words:
+            json.dumps(made, ensure_ascii=False).encode()  # fails at half of a character, which nothing can print
+        return made
     except (ValueError, RecursionError) as error:
         raise BadFile(f"{name} holds a text that is no JSON of replaylens: {str(error)[:200]}") from None
+
+
+def _require_modest(words: str) -> None:
+    """Raise if a text is one that nobody writes: `[[],[],[]` takes twenty times its length, once it is parsed."""
+    if not words.isascii():
+        raise ValueError("a character is not ASCII")
+    if 100 * words.count("[") + 200 * words.count("{") > 18 * len(words) + 1_000_000:
+        raise ValueError("there are more brackets than there is between them")
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -365,6 +382,13 @@ def _integer(word: str) -> int:
     if len(word) > 20:
         raise ValueError("a number has more than 20 digits")
     return int(word)
+
+
+def _float(word: str) -> float:
+    made = float(word) if len(word) < 40 else inf
+    if not isfinite(made):
+        raise ValueError(f"{word[:40]} is no number of this machine")
+    return made
 
 
 def _parsed_entry(key: str, one: Any, name: str = "the header") -> Entry:

@@ -32,7 +32,7 @@ from .pool import PoolReader, device_named, dtype_named, natural, sizes
 from .write_trees import CLASSES, CONTAINERS, LAYOUTS, MEMORY_FORMATS, TABLES, VIEWS
 
 Json = Any
-_MOST_TEXT = 1_000_000
+_LONGEST_RANGE = 2**24  # torch makes a list of it
 
 
 def bad(fact: str) -> NoReturn:
@@ -413,6 +413,13 @@ def _integer(reader: TreeReader, json: Json) -> int:
     return int(digits, 16)
 
 
+def _range(reader: TreeReader, json: Json) -> range:
+    made = range(*[_whole(one) for one in exactly(json[1:], 3)])
+    if made[_LONGEST_RANGE:]:
+        bad("a range has more numbers than anybody indexes by")
+    return made
+
+
 def _patch(reader: TreeReader, json: Json) -> PatchStep:
     _, target, args, kwargs = exactly(json, 4)
     pairs = [(text(k), reader.value(v)) for k, v in map(_pair, items(kwargs))]
@@ -461,5 +468,5 @@ _VALUES: dict[str, Callable[[TreeReader, Json], Any]] = {
     "layout": lambda reader, json: _known(LAYOUTS, exactly(json, 2)[1]),
     "format": lambda reader, json: _known(MEMORY_FORMATS, exactly(json, 2)[1]),
     "size": lambda reader, json: torch.Size([_whole(one) for one in json[1:]]),
-    "range": lambda reader, json: range(*[_whole(one) for one in exactly(json[1:], 3)]),
+    "range": _range,
 }

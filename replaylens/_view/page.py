@@ -14,6 +14,7 @@ import html
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from math import isfinite
 from os import PathLike
@@ -213,6 +214,7 @@ def save_page(path: str | PathLike[str], scene: Scene, layers: Sequence[Layer], 
     return found
 
 
+@cache
 def _asset(name: str) -> str:
     return (files("replaylens._view") / "web" / name).read_text(encoding="utf-8")
 
