@@ -219,6 +219,7 @@ class SavedValues:
     touched: frozenset[int]  # the positions where nothing but `values` is known
     find: Callable[[Any], Location]
     has_flags: bool  # of `requires_grad`, as a run with grad=True has them
+    can_recompute: bool  # what the run did not change; patches of a live run cannot run again
     marks: Mapping[Ref, int] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -249,9 +250,10 @@ class SavedValues:
                     f"the value of `{name}` in this run was overwritten since it was loaded. Load it again."
                 )
             return value
-        if record.graph.positions[ref.node] in self.touched:
+        is_known = ref in record.values
+        if record.graph.positions[ref.node] in self.touched or not (is_known or self.can_recompute):
             raise _absent(name)
-        if ref not in record.values:
+        if not is_known:
             return self.program._read(Location(ref.node, part=ref), again=True)
         return record.value(ref) if self.has_flags else detached(record.value(ref))
 
@@ -278,10 +280,8 @@ def _read_run(reader: TreeReader, json: Json) -> Run:
     if path is None:
         touched, find = _touched(graph, _begun(graph, executed, request)), program._index.find
     else:
-        known = path._record.values
-        touched = frozenset([p for p, node in enumerate(graph.nodes) if any(ref not in known for ref in refs_of(node))])
-        find = _finder(program, path)
-    lookup = SavedValues(taken, values, ends, touched, find, request.grad)
+        touched, find = frozenset[int](), _finder(program, path)
+    lookup = SavedValues(taken, values, ends, touched, find, request.grad, path is None)
     has_output = flag(given["has_output"])
     return Run(
         executed,
@@ -341,6 +341,8 @@ def _read_values(reader: TreeReader, graph: Graph, json: Json) -> dict[Ref, torc
         if spec is None or ref in found:
             bad(f"{ref} has two values in a run, or is none of its program")
         tensor = reader.pool.tensor(place, spec)
+        if tensor.is_meta != (spec.device == "meta"):
+            bad(f"{ref} is said to have no content in a run, or to have some")
         found[ref] = generator_state(tensor) if at in graph.state_of else tensor
     return found
 

@@ -373,7 +373,7 @@ def _read_sweep(reader: TreeReader, json: Any) -> Sweep:
     *counts, forwards, size, loop, replayed, layers = exactly(given["plan"], 8)
     variants, passes, largest, size = map(natural, (*counts, size))
     alone = tuple([_key_at(replays.keys, at) for at in items(replayed)])
-    costs = number(forwards), size, number(loop)
+    costs = float(number(forwards)), size, float(number(loop))
     plan = Plan(variants, passes, largest, *costs, alone, texts(layers))
     return Sweep(axes, replays.keys, _LoadedPlan(plan), replays)
 
