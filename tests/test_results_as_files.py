@@ -5,6 +5,7 @@ where neither the model's code nor the patches are.
 import copy
 import io
 import json
+import re
 import subprocess
 import sys
 from collections import namedtuple
@@ -339,6 +340,22 @@ def test_patches_of_a_loaded_live_run_are_seen_and_cannot_run():
     assert str(error.value).startswith(
         f"patch({label}) cannot run: a file has what the patches of a live run gave, and not their functions.\n"
         "Begin behind it (from_=...), or replay the program that was patched."
+    )
+
+
+def test_a_patch_inside_a_gradient_that_the_model_takes_is_no_part_of_a_file():
+    def forward(x):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = x.sin() * 2
+            return torch.autograd.grad(y.sum(), x)[0]
+
+    run = rl.run(forward, x(), patch={"sin_1": lambda value: value * 3})
+    with pytest.raises(rl.CannotSave) as error:
+        saved(run)
+    assert re.sub(r"_\d+", "", str(error.value)) == (
+        "a patch of this run stands inside grad, a gradient that the model takes, and a file has no form for it.\n"
+        "Save the tensors that you need: run.output, run[name]."
     )
 
 

@@ -19,10 +19,10 @@ from attrs import evolve, field, frozen
 from .._capture.rerun.live_patches import LivePatch, MatchingSites
 from .._edit.patch import shown
 from .._edit.select import SaveSpec
-from .._ir.graph import Graph
+from .._ir.graph import Graph, InnerGradient
 from .._ir.location import Location
 from .._ir.memory import version_of
-from .._ir.node import Call, Ref, filled, refs_in, refs_of, specs_of
+from .._ir.node import Call, Node, Ref, filled, refs_in, refs_of, specs_of
 from .._ir.runtime import gathered
 from .._ir.target import Target
 from .._ir.trees import thaw
@@ -171,13 +171,22 @@ def _write_path(writer: TreeWriter, run: Run, selected: Sequence[str] | None) ->
     graph, names = prog.graph, {}
     nodes = list(graph.nodes)
     for position, node in enumerate(nodes):
-        if isinstance(node, Call) and isinstance(node.target.function, (LivePatch, SavedLivePatch)):
+        if isinstance(node, InnerGradient) and any(map(_is_live_patch, node.arguments.stretch.nodes)):
+            raise CannotSave(
+                f"a patch of this run stands inside {node.name}, a gradient that the model takes, and a file has no "
+                "form for it.\nSave the tensors that you need: run.output, run[name]."
+            )
+        if isinstance(node, Call) and _is_live_patch(node):
             names[position] = node.target.name
             nodes[position] = evolve(node, target=Target.of(gathered))
     if names:
         prog = prog._derived(evolve(prog._record, graph=evolve(graph, nodes=tuple(nodes))), prog.output)
     finished = object_json(writer, prog)
     return lambda: {"program": finished(), "patches": [[position, name] for position, name in names.items()]}
+
+
+def _is_live_patch(node: Node) -> bool:
+    return isinstance(node, Call) and isinstance(node.target.function, (LivePatch, SavedLivePatch))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
