@@ -20,7 +20,7 @@ PICTURE = ROOT / "docs" / "pictures" / "architecture.svg"
 POINTER = re.compile(r"`(?P<path>replaylens/[\w/]+\.py):(?P<line>\d+)`(?P<between>\s+)`(?P<name>[\w.]+)`")
 FILES = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.DOTALL)
 FOLDERS = ("", "_ir", "_capture", "_capture/rerun", "_replay", "_edit", "_edit/open_forms", "_sweep", "_layers")
-FOLDERS += ("_check", "_view", "_study", "_torchlens")
+FOLDERS += ("_check", "_view", "_store", "_study", "_torchlens")
 
 
 def line_of(path: str, name: str) -> int:
@@ -88,6 +88,7 @@ READERS = (  # folder, what it does, the stage that it reads, does it give one b
     ("_check", "the laws: is the program the model?", "record", False),
     ("_sweep", "many patches in one pass", "code", False),
     ("_view", "pictures and pages", "_layers", False),
+    ("_store", "files and pickles", "record", True),
 )
 
 

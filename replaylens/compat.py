@@ -19,7 +19,7 @@ from graphviz import FORMATS, Source
 
 from ._capture.snapshot import RngState
 from ._layers.layer import Layer
-from ._store.files import Kind, object_json, read_kind, register
+from ._store.objects import Kind, object_json, read_kind, register
 from ._store.results import MODEL_HISTORY
 from ._store.write_trees import TreeWriter
 from .program import Program, capture, check

@@ -13,9 +13,9 @@ from attrs import evolve
 
 from ._layers.naming import label_nodes
 from ._store.bind import bound, forward_state
-from ._store.files import load_object, save as save
-from ._store.inspect import FileInfo as FileInfo, inspect as inspect
+from ._store.file_info import FileInfo as FileInfo, inspect as inspect
 from ._store.json_text import from_json as from_json, to_json as to_json
+from ._store.objects import PROGRAMS, load_object, save as save
 from ._store.programs import ProgramData, read_program
 from ._store.read_trees import TreeReader
 from .errors import InputMismatch
@@ -62,4 +62,4 @@ def load(
 
 
 def _program_data(reader: TreeReader, word: str, body: Any) -> ProgramData | str:
-    return read_program(reader, body) if word == "program" else word
+    return read_program(reader, body) if word in PROGRAMS else word

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ from ._replay.record import Record, completed_record, detached, keeping_only
 from ._replay.request import Request
 from ._replay.resolve_patches import bound_patches
 from ._replay.supply import Run
-from ._store.files import Kind, register, written
+from ._store.objects import Kind, register, written
 from ._store.programs import ProgramData, program_digest, program_json, read_program
 from ._store.read_trees import TreeReader
 from ._store.write_trees import TreeWriter
@@ -232,6 +233,7 @@ class Program(ProgramBase):
         if self._outline is not None:
             return self
         made: Program = pytree.tree_map(_copied, self)
+        made._grads = deepcopy(self._grads, memo)
         beginning, lent = self._beginning, self._record.lent
         if beginning is not None and not lent:
             held = self._record.live if beginning.objects is None else beginning.objects

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "_WITHOUT_KERNEL": "what a file may call besides kernels",
     "_DEVICES": "kinds of devices, which are methods too",
     "_VALUES": "words of files",
+    "_WORDS_OF_LEAVES": "the same",
     "CLASSES": "classes, which are methods too",
     "MEMORY_FORMATS": "memory formats, one of which is a method too",
     "_HIDDEN": "classes of a module of torch's",

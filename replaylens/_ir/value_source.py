@@ -15,7 +15,7 @@ from .trees import freeze_deep, thaw
 
 
 class Saved:
-    """Base class of what can be saved to a file, and so be pickled: its pickle is that file. See _store/files.py."""
+    """Base class of what can be saved to a file, and so be pickled: its pickle is that file. See _store/objects.py."""
 
     __slots__ = ()
 

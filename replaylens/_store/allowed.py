@@ -79,7 +79,7 @@ _NEVER = (
     *("torch.fx", "torch._C", "torch._dynamo", "torch._inductor", "torch.multiprocessing", "torch.utils.cpp_extension"),
     *("torch.utils.data", "torch.utils.model_zoo", "torch.distributed.rpc", "torch.distributed.elastic"),
     *("torch.distributed.checkpoint", "torch.ops.load_library", "torch.ops.import_module", "torch.ops.aten.from_file"),
-    *("torch.ops.aten.save", "torch.ops.image", "torch.ops.debugprims", "replaylens._store"),
+    *("torch.ops.aten.save", "torch.ops.image", "torch.ops.debugprims", __package__),
     *("builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__", "builtins.open", "io.open"),
     *("_io.open", "_io.open_code", "builtins.getattr", "builtins.setattr", "builtins.delattr", "builtins.vars"),
     *("builtins.globals", "builtins.locals", "builtins.input", "builtins.breakpoint"),

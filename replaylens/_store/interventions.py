@@ -42,7 +42,7 @@ from .._ir.value_source import ValueSource
 from .._layers.layer import Layer, address_of, layer_at
 from .._replay.supply import Run
 from ..errors import CannotSave, UnboundReference
-from .files import Kind, register
+from .objects import Kind, register
 from .read_trees import TreeReader, bad, exactly, items, mapping, text, texts
 from .references import Named, References, is_program
 from .write_trees import TreeWriter

@@ -17,8 +17,8 @@ import torch
 from ..errors import BadFile, ReplaylensError, UnboundReference
 from .allowed import needs_trust
 from .container import FORMAT, VERSION, Block, open_container, parsed_json
-from .files import Parsed, read_parsed, reading, written
 from .interventions import PATCHES as PATCHES  # registers what a text can hold
+from .objects import Parsed, read_parsed, reading, written
 from .pool import PoolReader
 from .read_trees import TreeReader, bad, items, mapping, text
 from .references import References

@@ -20,9 +20,9 @@ from .._layers.layer import Layer, address_of, layer_at
 from .._replay.gradients import Grads
 from .._replay.guards import Departure
 from ..errors import CannotSave
-from .files import Kind, object_json, read_kind, read_object, register
 from .grads import grads_json, read_grads
 from .graphs import graph_json, read_graph
+from .objects import PROGRAMS, Kind, object_json, read_kind, read_object, register
 from .pool import natural
 from .read_trees import TreeReader, bad, exactly, items, mapping, optional, text
 from .write_trees import CLASS_WORDS, TreeWriter
@@ -145,7 +145,7 @@ def _read_layer(reader: TreeReader, json: Json) -> Layer:
 
 # -- programs of replaylens.compat -------------------------------------------------------------------------------------
 
-MODEL_HISTORY = "model history"
+MODEL_HISTORY = PROGRAMS[1]
 
 
 class _ModelHistory:

@@ -31,7 +31,7 @@ from .._replay.record import detached
 from .._replay.request import Change, Request
 from .._replay.supply import Origin, Run
 from ..errors import CannotSave, NoSuchLayer, NotSaved, ReplaylensError, StaleValue
-from .files import Kind, object_json, register, save, written
+from .objects import Kind, object_json, register, save, written
 from .pool import generator_state, natural
 from .read_trees import TreeReader, bad, exactly, flag, items, optional, text
 from .results import departure_json, parts, read_departure, read_program

@@ -19,8 +19,8 @@ from .._ir.value_source import Saved
 from .._layers.index import LayerIndex
 from .._layers.layer import Layer
 from .._replay.supply import Run
-from .._store.files import Kind, register
 from .._store.graphs import graph_json, read_graph
+from .._store.objects import Kind, register
 from .._store.pool import natural
 from .._store.read_trees import TreeReader, bad, exactly, items, mapping, number, optional as if_any, text
 from .._store.write_trees import TreeWriter

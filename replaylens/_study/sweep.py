@@ -18,7 +18,7 @@ from .._edit.patch import patch_of
 from .._edit.select import NAMING_CURE, Selection
 from .._ir.util import optional
 from .._ir.value_source import Saved, copied
-from .._store.files import Kind, register
+from .._store.objects import Kind, register
 from .._store.pool import natural
 from .._store.read_trees import TreeReader, bad, exactly, items, mapping, number, texts
 from .._store.results import departure_json, read_departure, read_structure, structure_json

@@ -24,6 +24,7 @@ from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, 
 from .._ir.torch_private import pytree
 from .._ir.trees import freeze_deep, is_array, keyed_items, leaves, map_leaves, named_items, thaw, walk
 from .._ir.validate import require_lawful
+from .._ir.value_source import Saved
 from .._replay.guards import Departure, RerunRequired
 from .._replay.record import Cache, Record, Versions
 from .._replay.replay import execute
@@ -266,7 +267,7 @@ def variants_of(changes: Sequence[Changes]) -> list[Variant]:
 
 
 @frozen(eq=False)
-class Replays:
+class Replays(Saved):
     """The results of many replays at once: `values[n]` belongs to `keys[n]`."""
 
     keys: tuple[Any, ...]
@@ -276,6 +277,8 @@ class Replays:
     one_by_one: tuple[str, ...]  # what could not be run for all variants at once, and why
 
     def __getitem__(self, key: Any) -> Any:
+        if key not in self.keys:
+            raise KeyError(f"{key!r} is not among the {len(self.keys)} variants, such as {self.keys[0]!r}.")
         number = self.keys.index(key)
         return pytree.tree_map(lambda value: value[number] if isinstance(value, torch.Tensor) else value, self.values)
 

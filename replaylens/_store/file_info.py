@@ -12,7 +12,7 @@ from attrs import frozen
 
 from .._layers.format import format_bytes
 from .allowed import needs_trust
-from .files import Opened, opened, reading
+from .objects import PROGRAMS, Opened, opened, reading
 from .read_trees import bad, flag, items, mapping, text, texts
 
 
@@ -41,7 +41,7 @@ class FileInfo:
         versions = ", ".join(f"{name} {version}" for name, version in self.made_by.items())
         what = f"{self.kind} of {self.model}" if self.model else self.kind
         lines = [f"{self.path}: {what}, {format_bytes(self.nbytes)}, written by {versions}."]
-        if self.kind == "program":
+        if self.layers:
             with_state = f"{len(self.state)} parameters and buffers{'' if self.has_state else ', not in the file'}"
             lines.append(f"    {len(self.layers)} nodes, {len(self.saved)} of them with values; {with_state}.")
             lines.append(f"    History: {'; '.join(self.history)}.")
@@ -58,7 +58,7 @@ def inspect(path: Any) -> FileInfo:
     file = opened(path, header_only=True)
     container = file.container
     with reading(container.name):
-        facts = _program_facts(file) if container.kind == "program" else {}
+        facts = _program_facts(file) if container.kind in PROGRAMS else {}
         return FileInfo(
             container.name, container.kind, container.digest, container.nbytes, container.header_bytes, file.made,
             {one.name: (one.dtype, one.shape, one.end - one.begin) for one in container.entries},

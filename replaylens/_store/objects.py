@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_char
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ from .references import References
 from .write_trees import TreeWriter
 
 Json = Any
+
+
+PROGRAMS = ("program", "model history")  # kinds whose files hold a program
 
 
 class Kind(NamedTuple):
@@ -272,7 +276,12 @@ class _Payload:
 
 
 def _bytes_of(data: Any) -> Any:
-    return bytes(data.tolist()) if isinstance(data, torch.Tensor) else data
+    if not isinstance(data, torch.Tensor):
+        return data
+    plain = data.detach().cpu().contiguous()
+    if plain.dtype is not torch.uint8 or not plain.numel():
+        raise BadFile("a pickle holds something other than the bytes of a file")
+    return bytes((c_char * plain.numel()).from_address(plain.data_ptr()))
 
 
 def pickled(what: Any, protocol: Any) -> Any:
