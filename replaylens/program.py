@@ -270,17 +270,17 @@ class Program(ProgramBase):
 
     # -- keeping it ----------------------------------------------------------------------------------------------------
 
-    def save(self, path: Any, *, values: Any = None, state: bool = True) -> None:
+    def save(self, path: Any, *, values: Any = None, state: bool = True, sources: bool = True) -> None:
         """Write the program to one file: its graph, values, draws and account. `replaylens.load(path)` reads it, also
         in a process that has not got the model's code.
 
         `values` selects the values to write, by the words of a capture's `save=`: `"none"` writes inputs, parameters
         and outputs, from which the rest is recomputed; by default those that the program keeps. With `state=False`
-        parameters and buffers are left out; `load(path, state=model)` binds them. The file takes the place of an older
-        one once it is whole.
+        parameters and buffers are left out; `load(path, state=model)` binds them. With `sources=False` so are the lines of
+        your code and the paths of their files. The file takes the place of an older one once it is whole.
         """
         prog = self if values is None or self._outline is not None else self._keeping(SaveSpec.of(values))
-        written(prog, partial(_write_program, prog=prog, with_state=state)).to(path)
+        written(prog, partial(_write_program, prog=prog, with_state=state, with_sources=sources)).to(path)
 
     @property
     def digest(self) -> str:
@@ -668,7 +668,10 @@ class Program(ProgramBase):
         return prog
 
 
-def _write_program(writer: TreeWriter, prog: Program, with_state: bool = True) -> Callable[[], Any]:
+def _write_program(
+    writer: TreeWriter, prog: Program, with_state: bool = True, with_sources: bool = True
+) -> Callable[[], Any]:
+    writer.with_sources = with_sources
     data = ProgramData(prog._any_record, prog.history, prog._outline is None, prog._grads)
     return program_json(writer, data, with_state)
 

@@ -309,6 +309,17 @@ def test_values_chooses_what_is_in_the_file_and_the_rest_is_computed_again(prog)
     assert small.digest == some.digest == prog.digest
 
 
+def test_sources_can_be_left_out(prog):
+    bare = saved(prog, sources=False)
+    assert b"test_files" in saved(prog) and b"self.norm" in saved(prog)
+    assert b".py" not in bare and b"self.norm" not in bare
+    back = rl.load(bare)
+    assert back["linear_1"].source is None
+    assert back.digest == prog.digest and replay_bits(back) == replay_bits(prog)
+    assert saved(back) == bare
+    assert back.code == "\n".join(line for line in prog.code.split("\n") if not line.strip().startswith("#"))
+
+
 def test_a_row_of_a_batch_does_not_drag_the_batch_into_the_file():
     batch = torch.randn(10_000, 8)
     prog = rl.capture(nn.Linear(8, 2), batch[3:4])

@@ -96,7 +96,7 @@ def _given(writer: TreeWriter, node: Any, forms: dict[str, FieldForm]) -> dict[s
         value = getattr(node, name)
         if value is not defaults[name] and not (type(value) is type(defaults[name]) and value == defaults[name]):
             found[name] = form.write(writer, value)
-    return found
+    return {name: json for name, json in found.items() if json is not None}  # a line of code that is left out
 
 
 def _read_given(reader: TreeReader, json: Json, forms: dict[str, FieldForm]) -> dict[str, Any]:
