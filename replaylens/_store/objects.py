@@ -87,9 +87,27 @@ def written(what: Any, finished_by: Callable[[TreeWriter], Callable[[], Json]] |
             words = json.dumps(body, separators=(",", ":"), allow_nan=False)
             if "\\ud" in words and not _is_whole(body):
                 raise CannotSave(f"a text in it holds half of a character, which a {kind.word} in a file cannot.")
-            return _Written(kind.word, words, blocks, writer.callables)
+            made = _Written(kind.word, words, blocks, writer.callables)
+            _require_readable(made)
+            return made
         except RecursionError:
             raise CannotSave(f"a {kind.word} is nested deeper than Python's stack is. Nest less.") from None
+
+
+def _require_readable(made: _Written) -> None:
+    """Raise unless what was written is read: a reader believes little, and what it would refuse must not take the place
+    of an older file. The tensors are read where they lie.
+    """
+    name = f"the {made.word}"
+    try:
+        given = parsed_json(made.text, name)
+        pool = PoolReader(lambda number: made.blocks[number].memory, len(made.blocks))
+        parsed = Parsed(name, made.word, TreeReader.checked_tables(given["tables"]), given["body"], pool)
+        read_parsed(parsed, functions=made.functions, references=References(None))
+    except UnboundReference:
+        return  # it needs a program that it only names
+    except (BadFile, UnlawfulGraph) as error:
+        raise CannotSave(f"a file of it could not be read again, so none is written. {error}") from error
 
 
 def _is_whole(body: Json) -> bool:
