@@ -23,7 +23,7 @@ class Label(NamedTuple):
     @staticmethod
     def of(name: str) -> Label:
         layer, _, turn = name.rpartition(":")
-        return Label(layer, turn) if turn.rstrip("'").isdigit() and layer else Label(name)
+        return Label(layer, turn) if _is_number(turn.rstrip("'")) and layer else Label(name)
 
     def __str__(self) -> str:
         return f"{self.layer}:{self.turn}" if self.turn else self.layer
@@ -37,14 +37,19 @@ class Label(NamedTuple):
     def short(self) -> str:
         """Without the number among all layers: `conv2d_3` for `conv2d_3_7`, `linear_1:2` for `linear_1_1:2`."""
         rest, _, last = self.layer.rpartition("_")
-        return str(Label(rest, self.turn)) if last.isdigit() and "_" in rest else str(self)
+        return str(Label(rest, self.turn)) if _is_number(last) and "_" in rest else str(self)
 
     @property
     def numbers(self) -> tuple[int, int] | None:
         """The numbers among the layers of its type and among all layers: (3, 7) for `conv2d_3_7`."""
         kind, *numbers = self.layer.rsplit("_", 2)
-        is_numbered = len(numbers) == 2 and numbers[0].isdigit() and numbers[1].isdigit() and "." not in kind
+        is_numbered = len(numbers) == 2 and all(map(_is_number, numbers)) and "." not in kind
         return (int(numbers[0]), int(numbers[1])) if is_numbered else None
+
+
+def _is_number(word: str) -> bool:
+    """True for a number as labels have it: `²` is a digit as well, and no number."""
+    return word.isascii() and word.isdigit() and len(word) < 19
 
 
 def name_beside(name: str, word: str) -> str:

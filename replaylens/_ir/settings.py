@@ -118,14 +118,19 @@ def _kept(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+DEFAULT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch takes no other as the default
+
+
 def is_setting(name: str, value: Any) -> bool:
     """True for a switch of these, or the default dtype, and a value of the kind that it has."""
     if name == _DTYPE:
-        return isinstance(value, torch.dtype) and value.is_floating_point
+        return value in DEFAULT_DTYPES
     if name == "matmul precision":
         return value in ("", "highest", "high", "medium")
     if name == "order of attentions":
-        return isinstance(value, tuple) and all(type(one) is int for one in value)
+        # torch writes whatever order it is given into an array of its own, beyond the end of which is the process
+        numbers = isinstance(value, tuple) and all(type(one) is int for one in value)
+        return numbers and sorted(value) == sorted(sdp_order())
     return name in _SWITCHES and type(value) is bool
 
 

@@ -305,11 +305,12 @@ def _is_dict(tree: Any) -> bool:
 
 def _is_step(tree: Any) -> bool:
     """True for a call that makes a view of one tensor."""
-    step = unpacked_place(tree)
-    if type(step) is not ViewStep or not isinstance(step.function, Target) or type(step.grad) is not bool:
+    if not (type(tree) is Branch and tree.kind is ViewStep and len(tree.items) == len(ViewStep._fields)):
         return False
-    fits = type(step.args) is tuple and _is_dict(step.kwargs) and type(step.part) is tuple
-    return fits and {*map(type, step.part)} <= {int} and [*leaves(tree.items)].count(Hole.HERE) == 1
+    function, args, kwargs, part, grad = tree.items
+    fits = type(function) is Target and type(args) is tuple and _is_dict(kwargs) and type(grad) is bool
+    is_part = type(part) is tuple and {*map(type, part)} <= {int}
+    return fits and is_part and [*leaves(tree.items)].count(Hole.HERE) == 1
 
 
 def _faults_of_gradient(call: InnerGradient) -> Iterator[str]:

@@ -377,7 +377,9 @@ class ProgramFacts:
 
     def specs(self, place: Location) -> tuple[TensorSpec, ...]:
         """The spec of each value of a layer."""
-        return tuple([specs_of(self.graph[ref.node])[ref] for ref in self.refs(place)])
+        refs = self.refs(place)
+        known = {name: specs_of(self.graph[name]) for name in {ref.node for ref in refs}}
+        return tuple([known[ref.node][ref] for ref in refs])
 
     def spec(self, place: Location) -> TensorSpec | None:
         """The spec of its value if that is a tensor; None for a container of tensors, even of one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from textwrap import wrap
 from typing import Any
 
@@ -86,11 +87,13 @@ def _modules(prog: ProgramMetadata, most: int) -> list[str]:
     below: dict[str, dict[str, None]] = {}
     for scope in calls.scopes.values():
         below.setdefault(scope.parent.address if scope.parent else "", {}).setdefault(scope.address)
-    rows = list(_tree(below))
+    lines = _tree(below)
+    rows = list(islice(lines, most))
     if not rows:
         return []
-    cut = rows if len(rows) <= most else [*rows[: most - 1], f"        ... ({len(rows) - most + 1} more lines)"]
-    return ["    Module hierarchy:", *cut]
+    if more := sum(1 for _ in lines):  # not kept: the deepest lines are as long as they are deep
+        rows[-1] = f"        ... ({more + 1} more lines)"
+    return ["    Module hierarchy:", *rows]
 
 
 def _tree(below: dict[str, dict[str, None]]) -> Iterator[str]:

@@ -7,15 +7,17 @@ written, so that fields which come later change no file of before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from attrs import fields
 
 from .._ir.graph import Graph, InnerGradient
 from .._ir.memory import NO_OVERLAPS, Overlaps
-from .._ir.node import Call, Const, GeneratorLeft, Guard, Input, Node, Ref, State
-from .._ir.struct import struct_class
+from .._ir.node import Call, Const, GeneratorLeft, Guard, Input, Node, Ref, Scope, State
+from .._ir.settings import DEFAULT_DTYPES
 from .._ir.validate import require_sound
 from .._ir.write import Write
 from .pool import device_named, dtype_named, natural
@@ -32,6 +34,14 @@ class FieldForm(NamedTuple):
 
     write: Callable[[TreeWriter, Any], Json]
     read: Callable[[TreeReader, Json], Any]
+
+
+def _pair_of(row: Json) -> list[Json]:
+    return exactly(row, 2)
+
+
+def _module(reader: TreeReader, at: Json) -> Scope:
+    return reader.scope(at) or bad("an output is that of no module")
 
 
 def _refs(writer: TreeWriter, refs: Any) -> Json:
@@ -147,7 +157,7 @@ def _read_node(reader: TreeReader, row: Json, name: str) -> Node:
         steps = reader.structure(path)
         if type(steps) is not tuple:
             bad("an input has no path")
-        return Input(name, steps, reader.spec(spec), optional(_python_type, kind))
+        return Input(name, steps, reader.spec(spec), optional(partial(_python_type, reader), kind))
     if word == "state":
         _, _, kind, spec, *where = items(row, 4, 6)
         address, aliases = exactly(where, 2) if where else (name, [])
@@ -178,11 +188,11 @@ def _read_call(reader: TreeReader, row: Json, name: str) -> Call:
     )
 
 
-def _python_type(json: Json) -> type:
+def _python_type(reader: TreeReader, json: Json) -> type:
     if type(json) is str:
         return CLASSES[json] if json in CLASSES else bad(f"{json!r:.40} is no class of tensors")
     module, name = exactly(json, 2)
-    return struct_class(text(module), text(name), "object")
+    return reader.room.name_class(text(module), text(name), "object")
 
 
 # -- guards ------------------------------------------------------------------------------------------------------------
@@ -236,7 +246,7 @@ GRAPH_FIELDS: dict[str, FieldForm] = {
     "module_outputs": FieldForm(
         lambda writer, value: [[writer.scope(scope), writer.structure(tree)] for scope, tree in value],
         lambda reader, json: tuple(
-            [(reader.scope(scope), reader.structure(tree)) for scope, tree in (exactly(row, 2) for row in items(json))]
+            [(_module(reader, scope), reader.structure(tree)) for scope, tree in map(_pair_of, items(json))]
         ),
     ),
     "changes": FieldForm(
@@ -295,11 +305,15 @@ def graph_json(writer: TreeWriter, graph: Graph) -> Json:
         writer.positions = before
 
 
+_MOST_NAMES = 100_000  # that the other addresses of shared modules make, one for each of their calls
+
+
 def read_graph(reader: TreeReader, json: Json) -> Graph:
     """The graph that JSON is, if it is a lawful one."""
     given = dict(mapping(json))
     rows, output = items(given.pop("nodes", None)), given.pop("output", None)
     before = reader.names
+    reader.room.text += 500 * len(rows)
     reader.names, reader.graph = [text(items(row, 2)[1]) for row in rows], lambda inner: read_graph(reader, inner)
     try:
         names: Sequence[str] = reader.names
@@ -307,6 +321,9 @@ def read_graph(reader: TreeReader, json: Json) -> Graph:
         graph = Graph(nodes, reader.structure(output), **_read_given(reader, given, GRAPH_FIELDS))
     finally:
         reader.names = before
-    if not graph.default_dtype.is_floating_point:
+    if graph.default_dtype not in DEFAULT_DTYPES:
         bad("the default dtype is none that can be one")
+    others = Counter([first for _, first in graph.twice])
+    if sum([others[scope.address] for scope, _ in graph.module_outputs]) > _MOST_NAMES:
+        bad("modules have more names than anybody gives")
     return require_sound(graph)

@@ -47,6 +47,7 @@ _SPARSE = {
 }  # fmt: skip
 _SPARSE_WORDS = {layout: word for word, layout in _SPARSE.items()}
 _MOST = 2**62
+_MOST_ELEMENTS = 2**40  # of a value: one number can stand for all of them, and what is asked of it takes its time
 _MOST_AXES = 64
 
 
@@ -195,6 +196,9 @@ class PoolReader:
     storage: Callable[[int], torch.UntypedStorage]
     count: int  # of blocks
     _known: dict[int, torch.UntypedStorage] = field(factory=dict)
+    _room: int = (
+        2**20
+    )  # how many bytes may still be copied: a file may say the same block, and the same byte of one, often
 
     def tensor(self, row: Any, spec: TensorSpec | None = None) -> torch.Tensor:
         """The tensor of a row."""
@@ -226,17 +230,42 @@ class PoolReader:
         _require(type(number) is int and 0 <= number < self.count and len(shape) == len(strides))
         if number not in self._known:
             self._known[number] = self.storage(number)
+            self._room += 4 * self._known[number].nbytes()
         storage = self._known[number]
-        _require(dtype not in _QUANTIZED and "bits" not in str(dtype) and prod(shape) < _MOST)
+        _require(dtype not in _QUANTIZED and "bits" not in str(dtype) and prod(shape) < _MOST_ELEMENTS)
         if prod(shape):
             last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
             if (last + 1) * dtype.itemsize > storage.nbytes():
                 raise BadFile("a tensor is said to reach beyond its memory")
         with torch.no_grad():
             made = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
-        if dtype is torch.bool and made.numel() and int(made.view(torch.uint8).max()) > 1:
-            raise BadFile("a tensor of bools holds other numbers")
+        if dtype is torch.bool and made.numel():
+            _require_bools(made)
         return made
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, where it is about to be copied: all copies together are not much larger than the file."""
+        self._room -= tensor.numel() * tensor.element_size()
+        if self._room < 0:
+            raise BadFile("its tensors take many times the memory that it has")
+        return tensor
+
+    def generator_state(self, row: Any) -> torch.Tensor:
+        """The generator's state of a row, in memory of its own."""
+        return generator_state(self.copied(self.tensor(row)))
+
+
+def _require_bools(made: torch.Tensor) -> None:
+    """Raise unless each element is 0 or 1. An element that is there many times is looked at once; where others are,
+    too, as in windows that overlap, so is all the memory that they lie in.
+    """
+    flat = made.view(torch.uint8)
+    for axis, stride in enumerate(flat.stride()):
+        flat = flat if stride else flat.narrow(axis, 0, 1)
+    if flat.numel() > span(flat):
+        flat = flat.as_strided((span(flat),), (1,))
+    if int(flat.max()) > 1:
+        raise BadFile("a tensor of bools holds other numbers")
 
 
 def _meta(reader: PoolReader, row: Row) -> torch.Tensor:
@@ -252,14 +281,14 @@ def _on(reader: PoolReader, row: Row) -> torch.Tensor:
     device = device_named(row[1])
     held = reader.tensor(row[2])
     try:
-        return _with_flag(held.to(device), row[3])
+        return _with_flag((held if device.type == "meta" else reader.copied(held)).to(device), row[3])
     except (RuntimeError, AssertionError) as error:
         raise BadFile(f"holds tensors on {device}, which is not to be had here: {str(error)[:100]}") from None
 
 
 def _sparse(reader: PoolReader, row: Row) -> torch.Tensor:
     _require(len(row) >= 7)
-    dtype, shape, parts = dtype_named(row[1]), sizes(row[2]), [reader.tensor(part) for part in row[5:]]
+    dtype, shape, parts = dtype_named(row[1]), sizes(row[2]), [reader.copied(reader.tensor(part)) for part in row[5:]]
     _require(parts[-1].dtype is dtype and len(parts) == (2 if row[0] == "coo" else 3))
     if row[0] == "coo":
         made = torch.sparse_coo_tensor(parts[0], parts[1], shape, is_coalesced=bool(row[4]), check_invariants=True)
@@ -274,6 +303,7 @@ def _quantized(reader: PoolReader, row: Row) -> torch.Tensor:
     dtype, held = dtype_named(row[1]), reader.tensor(row[2])
     wanted = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}.get(dtype)
     _require(wanted is not None and held.dtype is wanted)
+    reader.copied(held)
     if len(row) == 5:
         _require(type(row[3]) is float and type(row[4]) is int and abs(row[4]) < 2**31)
         return quantized_per_tensor(held, row[3], row[4])

@@ -23,7 +23,7 @@ from .._edit.patch_ops import PatchOperand, PatchStep
 from .._ir.graph import Graph
 from .._ir.node import Context, Generator, Ref, Scope, Source, TensorSpec
 from .._ir.settings import is_setting
-from .._ir.struct import StructKeys, struct_class
+from .._ir.struct import Struct, StructKeys, struct_class
 from .._ir.target import Target
 from .._ir.trees import BackReference, Branch, pytree_plan
 from .._ir.write import Hole
@@ -101,6 +101,58 @@ def never_called(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 @define(eq=False)
+class Room:
+    """How much may still be made of a file by naming things again. What stands there once can be referred to in a few
+    characters, and is then shown, or walked through, each time: a long name, a container that holds another one twice.
+    """
+
+    text: int = 4_000_000  # characters that names and lines of code have where they are shown
+    items: int = 100_000  # of containers that occur again
+    depth: int = 200  # of trees
+    classes: int = 2_000  # of the user's
+    tables: Any = ()
+
+    def say(self, *words: str) -> None:
+        """A name or a line is shown. A hundred characters are what a reference takes itself."""
+        self.text -= max(0, sum(map(len, words)) - 100)
+        if self.text < 0:
+            self.text, self.tables = self.text + 10 * _characters(self.tables), ()
+            if self.text < 0:
+                bad("the same long names are said over and over")
+
+    def enter(self) -> None:
+        """A container is opened."""
+        self.depth -= 1
+        if self.depth < 0:
+            bad("a tree is nested deeper than 200 levels")
+
+    def leave(self) -> None:
+        """It is closed."""
+        self.depth += 1
+
+    def repeat(self, count: int) -> None:
+        """A container with so many items, with all that is in it, occurs once more."""
+        self.items -= count
+        if self.items < 0:
+            bad("the same containers occur over and over")
+
+    def name_class(self, module: str, name: str, form: str) -> type[Struct]:
+        """The class that stands for a user's."""
+        self.classes -= 1
+        if self.classes < 0:
+            bad("more classes are named than anybody has")
+        return struct_class(module, name, form)
+
+
+def _characters(json: Json) -> int:
+    """How many characters the texts in JSON have."""
+    if type(json) is str:
+        return len(json)
+    held = json.values() if isinstance(json, Mapping) else json if type(json) is list else ()
+    return sum(map(_characters, held))
+
+
+@define(eq=False)
 class TreeReader:
     """Reads trees. `functions` gives the Target of a function that is called, by its name."""
 
@@ -110,8 +162,14 @@ class TreeReader:
     names: Sequence[str] = ()  # of the nodes of the graph that is read just now
     graph: Callable[[Json], Graph] | None = None
     references: Any = None  # the programs that may be referred to, see references.py
-    known_objects: list[Any] = field(factory=list)  # in a structure: what was read, by its number
+    known_objects: list[tuple[Any, int]] = field(factory=list)  # in a structure, by number: what was read, how large
+    opened: int = 0  # in a structure: how many items were read
+    room: Room = field(factory=Room)
     _facts: dict[str, list[Any]] = field(factory=dict)  # of each table: what its rows mean, as far as they were read
+    _depths: list[int] = field(factory=list)  # of the scopes
+
+    def __attrs_post_init__(self) -> None:
+        self.room.tables = self.tables
 
     @staticmethod
     def checked_tables(value: Any) -> dict[str, list[Json]]:
@@ -171,7 +229,10 @@ class TreeReader:
 
     def source(self, at: Any) -> Source | None:
         """The line of code with this number."""
-        return None if at is None else self._fact("sources", at, self._source)
+        found: Source | None = None if at is None else self._fact("sources", at, self._source)
+        if found is not None:
+            self.room.say(found.file, found.function, (found.saved or {}).get(found.line, ""))
+        return found
 
     def _source(self, row: Json) -> Source:
         file, line, function, caller = exactly(row, 4)
@@ -180,13 +241,20 @@ class TreeReader:
 
     def scope(self, at: Any) -> Scope | None:
         """The call of a module with this number."""
-        return None if at is None else self._fact("scopes", at, self._scope)
+        found: Scope | None = None if at is None else self._fact("scopes", at, self._scope)
+        if found is not None:
+            self.room.say(found.address, found.kind)
+        return found
 
     def _scope(self, row: Json) -> Scope:
         address, call, kind, parent, source = exactly(row, 5)
         if natural(call) < 1:
             bad("a module is said to be called for the 0th time")
-        return Scope(text(address), call, text(kind), self._earlier("scopes", parent), self.source(source))
+        around = self._earlier("scopes", parent)
+        self._depths.append(0 if parent is None else self._depths[parent] + 1)
+        if self._depths[-1] > _DEEPEST_MODULE:
+            bad("modules are nested deeper than any that has run")
+        return Scope(text(address), call, text(kind), around, self.source(source))
 
     def target(self, at: Any) -> Target:
         """The function with this number."""
@@ -194,7 +262,9 @@ class TreeReader:
 
     def name(self, at: Any) -> Target:
         """The function with this number, of which only the name counts."""
-        return self._fact("names", at, lambda row: Target(text(row), never_called))
+        found: Target = self._fact("names", at, lambda row: Target(text(row), never_called))
+        self.room.say(found.name)
+        return found
 
     # -- trees ---------------------------------------------------------------------------------------------------------
 
@@ -205,6 +275,7 @@ class TreeReader:
             return Ref(text(node), tuple(map(natural, path)))
         if word != "r" or type(node) is not int or not 0 <= node < len(self.names):
             bad(f"{row!r:.40} is no value of a node")
+        self.room.say(self.names[node])
         return Ref(self.names[node], tuple(map(natural, path)))
 
     def value(self, json: Json) -> Any:
@@ -217,6 +288,12 @@ class TreeReader:
         word = json[0]
         if word == "r":
             return self.ref(json)
+        self.room.enter()
+        made = self._tree(word, json)
+        self.room.leave()
+        return made
+
+    def _tree(self, word: str, json: Json) -> Any:
         if word == "t":
             return tuple([self.value(item) for item in json[1:]])
         if word == "l" or word == "s":
@@ -225,7 +302,7 @@ class TreeReader:
                 kind, tuple([self.value(item) for item in (json[1:] if word == "l" else exactly(json[1:], 3))])
             )
         if word == "d":
-            keys = tuple(map(self.key, items(items(json, 2)[1])))
+            keys = _spread(tuple(map(self.key, items(items(json, 2)[1]))))
             return Branch(dict, tuple([self.value(item) for item in exactly(json[2:], len(keys))]), keys)
         if word in VIEWS:
             count = len(VIEWS[word]._fields)  # type: ignore[attr-defined]
@@ -266,24 +343,32 @@ class TreeReader:
             self.known_objects = before
 
     def _opened(self, json: Json, leaf: Callable[[Json], Any]) -> Any:
+        self.room.enter()
+        self.opened += 1
         word = json[0] if type(json) is list and json else None
         if word == "t":
-            return tuple([self._opened(item, leaf) for item in json[1:]])
-        if word == "same":
-            at = exactly(json, 2)[1]
-            if type(at) is not int or not 0 <= at < len(self.known_objects) or self.known_objects[at] is _UNFINISHED:
-                bad("a container is said to be one that was not read before")
-            return self.known_objects[at]
-        if word != "c" and word not in _WITH_IDENTITY and word != "s":
-            return leaf(json)
-        at = len(self.known_objects)
-        self.known_objects.append(_UNFINISHED)
-        if word == "c" or word == "s":
-            made = self._container(json, lambda item: self._opened(item, leaf))
-        else:
+            made: Any = tuple([self._opened(item, leaf) for item in json[1:]])
+        elif word == "same":
+            made = self._again(exactly(json, 2)[1])
+        elif word != "c" and word not in _WITH_IDENTITY and word != "s":
             made = leaf(json)
-        self.known_objects[at] = made
+        else:
+            at, count = len(self.known_objects), self.opened
+            self.known_objects.append(_UNFINISHED)
+            is_container = word == "c" or word == "s"
+            made = self._container(json, lambda item: self._opened(item, leaf)) if is_container else leaf(json)
+            self.known_objects[at] = made, self.opened - count
+        self.room.leave()
         return made
+
+    def _again(self, at: Any) -> Any:
+        """A container that was read before."""
+        if type(at) is not int or not 0 <= at < len(self.known_objects) or self.known_objects[at] is _UNFINISHED:
+            bad("a container is said to be one that was not read before")
+        found, count = self.known_objects[at]
+        self.room.repeat(count + 1)
+        self.opened += count
+        return found
 
     def _container(self, json: Json, read: Callable[[Json], Any]) -> Branch:
         if json[0] == "s":
@@ -292,7 +377,7 @@ class TreeReader:
         more = mapping(rest[0]) if rest else {}
         if not {*more} <= {"loop", "count", "factory", "most", "hidden"}:
             bad("a container has facts that none has")
-        names = None if keys is None else tuple([self.structure(key) for key in items(keys)])
+        names = None if keys is None else _spread(tuple([self.structure(key) for key in items(keys)]))
         hash(names)
         filled = tuple(map(read, items(held)))
         if names is not None and len(names) != len(filled):
@@ -300,7 +385,7 @@ class TreeReader:
         loop, count = optional(natural, more.get("loop")), optional(natural, more.get("count"))
         if type(words) is str:
             return evolve(_builtin(words, names, filled, more), loop=loop)
-        kind = struct_class(*map(text, exactly(words, 3)))
+        kind = self.room.name_class(*map(text, exactly(words, 3)))
         if names is None:
             bad("a container has no keys")
         if "hidden" in more:
@@ -317,13 +402,13 @@ class TreeReader:
         if word == "<":
             return BackReference(natural(exactly(json, 2)[1]))
         if word == "class" and len(json) == 3:
-            return struct_class(text(json[1]), text(json[2]), "object")
+            return self.room.name_class(text(json[1]), text(json[2]), "object")
         if word == "set" or word == "frozenset":
-            found = [self._inert(item) for item in json[1:]]
+            found = _spread(tuple([self._inert(item) for item in json[1:]]))
             return set(found) if word == "set" else frozenset(found)
         if word == "object":
             _, names, keys, held = exactly(json, 4)
-            kind = struct_class(*map(text, exactly(names, 3)))
+            kind = self.room.name_class(*map(text, exactly(names, 3)))
             pairs = [
                 (self._opened(k, self._inert), self._opened(v, self._inert))
                 for k, v in zip(items(keys), exactly(held, len(keys)), strict=True)
@@ -332,7 +417,18 @@ class TreeReader:
         return _known(_VALUES, word)(self, json)
 
 
-_UNFINISHED = object()
+_UNFINISHED = (None, 0)
+_DEEPEST_MODULE = 4096
+
+
+def _spread(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The keys of a mapping or a set. Those whose hashes a writer can choose to be all the same are not many."""
+    if sum(type(key) not in _OWN_HASH and not (type(key) is int and abs(key) < 2**60) for key in keys) > _MOST_KEYS:
+        bad("a mapping has more keys than anybody makes that are neither texts nor numbers")
+    return keys
+
+
+_OWN_HASH, _MOST_KEYS = frozenset((str, bytes, bool, float, type(None))), 2000
 _WITH_IDENTITY = frozenset(("set", "frozenset", "object", "L", "D", "generator", "array"))
 
 
@@ -403,7 +499,7 @@ def _numpy(reader: TreeReader, json: Json) -> Any:
 
 
 def _array(reader: TreeReader, json: Json) -> Any:
-    return reader.pool.tensor(exactly(json, 2)[1]).clone().numpy()
+    return reader.pool.copied(reader.pool.tensor(exactly(json, 2)[1])).clone().numpy()
 
 
 def _integer(reader: TreeReader, json: Json) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import graphviz
 
 Labels = Callable[[Glyph], Any]
+_MOST_INDENT = 100  # of a line: modules can be nested so deeply that all else would be spaces
 LEFT = '<BR ALIGN="LEFT"/>'
 Styles = Callable[[Glyph], Mapping[str, Any] | None]
 
@@ -57,12 +58,12 @@ class DotWriter:
         """The glyphs and frames, each frame around what is in it. They may be nested deeply."""
         stack = [iter(scene.inside.get(None, ()))]
         while stack:
-            indent = "  " * len(stack)
+            indent = "  " * min(len(stack), _MOST_INDENT)
             item = next(stack[-1], None)
             if item is None:
                 stack.pop()
                 if stack:
-                    yield indent[2:] + "}"
+                    yield "  " * min(len(stack), _MOST_INDENT) + "}"
             elif isinstance(item, Glyph):
                 yield f"{indent}{quoted(item.key)} {_listed(self._of_glyph(item, scene))}"
             else:

@@ -87,8 +87,11 @@ class Grouping:
         shift = len([scope for scope in mark.scopes if str(scope) not in self.drawn.single]) - len(scopes)
         found = [_of_band(band) for band in frames_at_depth(bands, shift)]
         for n, scope in enumerate(scopes):
-            roles = frozenset({"repeat"}) if str(scope) in self.repeats.folded else NO_ROLES
-            found.append(GroupKey(self._frame_key(models[: n + 1]), str(scope), models[n], roles))
+            ends = id(scope), id(models[n])  # each call of a module stands in one place
+            if ends not in self._frames_of:
+                roles = frozenset({"repeat"}) if str(scope) in self.repeats.folded else NO_ROLES
+                self._frames_of[ends] = GroupKey(self._frame_key(models[: n + 1]), str(scope), models[n], roles)
+            found.append(self._frames_of[ends])
             found += [_of_band(band) for band in frames_at_depth(bands, shift + n + 1)]
         return tuple(found)
 
@@ -109,6 +112,11 @@ class Grouping:
     @cached_property
     def _frames_in(self) -> dict[int, tuple[GroupKey, ...]]:
         """The frames of all layers directly in a module call, by the id of the call."""
+        return {}
+
+    @cached_property
+    def _frames_of(self) -> dict[tuple[int, int], GroupKey]:
+        """The frame of each module call that is drawn as another one, by the ids of both."""
         return {}
 
     def _framed(self, scopes: tuple[Scope, ...]) -> list[Scope]:

@@ -53,6 +53,7 @@ class _Block:
     depth: int = 0
     items: list[_Block | LayerMark] = Factory(list)
     marks: list[LayerMark] = field(factory=list)  # all its layers, at any depth
+    sign: Any = None  # a key that equal blocks share
 
 
 def repeats(graph: Graph, drawn: LayerGraph) -> Repeats:
@@ -70,7 +71,13 @@ class _Search:
     folded: set[str] = field(factory=set)
 
     def found(self) -> Repeats:
-        self._search(self._tree())
+        blocks = self._blocks()
+        for block in reversed(blocks):  # those inside of one come after it
+            inside = tuple([self._sign(one) for one in block.items])
+            block.sign = hash((block.scope.kind if block.scope else "", inside, self._wiring([block])))
+        pending = blocks[:1]
+        while pending:
+            pending.extend(reversed(self._search(pending.pop())))
         bands = {mark.label: tuple(self._bands(mark.label)) for mark in self.drawn.marks}
         for label in list(self.first):
             self.first[label] = self._resolved(label)
@@ -91,7 +98,8 @@ class _Search:
             label = self.first[label]
         return label
 
-    def _tree(self) -> _Block:
+    def _blocks(self) -> list[_Block]:
+        """The whole program, and each module call behind the one around it. They may be nested deeply."""
         root = _Block()
         blocks: dict[str, _Block] = {}
         for mark in self.drawn.marks:
@@ -108,20 +116,20 @@ class _Search:
                 at = blocks[str(scope)]
                 at.marks.append(mark)
             at.items.append(mark)
-        return root
+        return [root, *blocks.values()]
 
-    def _search(self, block: _Block) -> None:
-        """Find repetitions among the items of a block, then inside of the items that are drawn."""
+    def _search(self, block: _Block) -> list[_Block]:
+        """Find repetitions among the items of a block. Returns those that are drawn, to be searched inside."""
         signs = [self._sign(item) for item in block.items]
+        drawn: list[_Block] = []
         n = 0
         while n < len(block.items):
             period, times = self._repeat(block.items, signs, n)
             if times > 1:
                 self._fold(block, n, period, times)
-            for item in block.items[n : n + period]:
-                if isinstance(item, _Block):
-                    self._search(item)
+            drawn += [item for item in block.items[n : n + period] if isinstance(item, _Block)]
             n += period * times
+        return drawn
 
     def _repeat(self, items: list[_Block | LayerMark], signs: list[Any], start: int) -> tuple[int, int]:
         """The length of the shortest repeated sequence from `start` and its number of repetitions; (1, 1) if none."""
@@ -131,14 +139,16 @@ class _Search:
                 continue
             if len(_marks(items[start : start + period])) < 2:
                 continue
+            is_module = period == 1 and isinstance(items[start], _Block)
+            if not is_module and not self._is_chain(items[start : start + 2 * period]):
+                continue
             wiring, times = self._wiring(items[start : start + period]), 1
             while True:
                 at = start + times * period
                 if signs[at : at + period] != here or self._wiring(items[at : at + period]) != wiring:
                     break
                 times += 1
-            is_module = period == 1 and isinstance(items[start], _Block)
-            if times > 1 and (is_module or (times >= FEWEST and self._is_chain(items[start : start + 2 * period]))):
+            if times >= (2 if is_module else FEWEST):
                 return period, times
         return 1, 1
 
@@ -172,10 +182,7 @@ class _Search:
 
     def _sign(self, item: _Block | LayerMark) -> Any:
         """A key that equal items share."""
-        if isinstance(item, LayerMark):
-            return self._signs[item.label]
-        inside = tuple([self._sign(one) for one in item.items])
-        return hash((item.scope.kind if item.scope else "", inside, self._wiring([item])))
+        return self._signs[item.label] if isinstance(item, LayerMark) else item.sign
 
     @cached_property
     def _signs(self) -> dict[str, Any]:

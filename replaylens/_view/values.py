@@ -12,6 +12,7 @@ import torch
 from attrs import frozen
 
 from .._ir.equality import SHARES
+from .._ir.memory import span
 from .._ir.torch_private import pytree
 
 
@@ -99,8 +100,10 @@ class Pictures:
 
 
 def statistics(tensor: torch.Tensor, bins: int = 24) -> Statistics | None:
-    """The statistics of a tensor; None if it has no numbers. Complex numbers count by magnitude."""
-    numbers = numbers_of(tensor)
+    """The statistics of a tensor; None if it has no numbers, or they lie in far less memory than they take elsewhere.
+    Complex numbers count by magnitude.
+    """
+    numbers = numbers_of(tensor) if not _is_mostly_repeats(tensor) else None
     if numbers is None or not numbers.numel():
         return None
     finite, count, nans, infinities = numbers.reshape(-1), numbers.numel(), 0, 0
@@ -135,6 +138,16 @@ def _histogram(numbers: torch.Tensor, least: float, greatest: float, bins: int) 
     return tuple(torch.bincount(place, minlength=bins).tolist())
 
 
+def _is_mostly_repeats(tensor: torch.Tensor) -> bool:
+    """True if a large tensor has the same few numbers over and over, as one that was expanded has."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() < _LARGE:
+        return False
+    return tensor.numel() > 64 * span(tensor)
+
+
+_LARGE = 2**24
+
+
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor as real floats, complex numbers by magnitude; None for tensors without plain content."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta":
@@ -151,7 +164,7 @@ def pictures(tensor: torch.Tensor, most: int = 8, side: int | None = None) -> Pi
 
     At most `most` are returned; larger ones are averaged down to `side` rows and columns.
     """
-    numbers = numbers_of(tensor)
+    numbers = numbers_of(tensor) if not _is_mostly_repeats(tensor) else None
     if numbers is None or not numbers.numel() or numbers.dim() < 3 or min(numbers.shape[-2:]) < 2:
         return None
     is_pattern = _is_pattern(numbers)
