@@ -53,7 +53,7 @@ from ._replay.request import Request
 from ._replay.resolve_patches import bound_patches
 from ._replay.supply import Run
 from ._store.objects import Kind, register, written
-from ._store.programs import ProgramData, program_digest, program_json, read_program
+from ._store.programs import ProgramData, program_digest, program_json, read_program, state_of_models
 from ._store.read_trees import TreeReader
 from ._store.write_trees import TreeWriter
 from ._sweep.sweep_runner import PendingSweep, run_sweep
@@ -276,11 +276,29 @@ class Program(ProgramBase):
 
         `values` selects the values to write, by the words of a capture's `save=`: `"none"` writes inputs, parameters
         and outputs, from which the rest is recomputed; by default those that the program keeps. With `state=False`
-        parameters and buffers are left out; `load(path, state=model)` binds them. With `sources=False` so are the lines of
-        your code and the paths of their files. The file takes the place of an older one once it is whole.
+        what a state_dict has is left out: parameters and buffers; `load(path, state=model)` binds them. With
+        `sources=False` so are the lines of your code and the paths of their files. The file takes the place of an
+        older one once it is whole.
         """
+        for word, value in (("state", state), ("sources", sources)):
+            if not isinstance(value, bool):
+                raise TypeError(
+                    f"{word}= is True or False, not {value!r:.60}. A model is bound by load(path, state=model)."
+                )
         prog = self if values is None or self._outline is not None else self._keeping(SaveSpec.of(values))
-        written(prog, partial(_write_program, prog=prog, with_state=state, with_sources=sources)).to(path)
+        left_out = () if state else state_of_models(prog.graph, prog._is_persistent)
+        written(prog, partial(_write_program, prog=prog, left_out=left_out, with_sources=sources)).to(path)
+
+    def _is_persistent(self, address: str) -> bool:
+        """True if a buffer is in the state_dict of the model; False where the program does not hold it."""
+        model = self._beginning.model if self._beginning is not None else None
+        path, _, key = address.rpartition(".")
+        try:
+            return (
+                isinstance(model, torch.nn.Module) and key not in model.get_submodule(path)._non_persistent_buffers_set
+            )
+        except AttributeError:
+            return False
 
     @property
     def digest(self) -> str:
@@ -669,11 +687,11 @@ class Program(ProgramBase):
 
 
 def _write_program(
-    writer: TreeWriter, prog: Program, with_state: bool = True, with_sources: bool = True
+    writer: TreeWriter, prog: Program, left_out: Iterable[str] = (), with_sources: bool = True
 ) -> Callable[[], Any]:
     writer.with_sources = with_sources
     data = ProgramData(prog._any_record, prog.history, prog._outline is None, prog._grads)
-    return program_json(writer, data, with_state)
+    return program_json(writer, data, left_out)
 
 
 def program_of(data: ProgramData, beginning: ForwardState | None = None) -> Program:

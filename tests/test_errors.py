@@ -305,7 +305,8 @@ def branches(x):
 
 
 OTHER_WAYS = (
-    'on_divergence="rerun" runs the model itself with this change, where a program still holds its model; "ignore" goes on '
+    'on_divergence="rerun" runs the model itself with this change, where a program still holds its model '
+    '(one of a file is given it: load(path, state=model)); "ignore" goes on '
     "along the recorded path."
 )
 

@@ -2,10 +2,12 @@
 saving fails.
 """
 
+import copy
 import errno
 import io
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -517,6 +519,87 @@ def test_a_file_without_state_is_replayed_on_state_that_is_given():
         other.zero_grad()
         back.replay(state=dict(other.named_parameters()), grad=True).output.sum().backward()
         assert other[0].weight.grad is not None
+
+
+class Rotary(nn.Module):
+    """A buffer that no state_dict has, an attribute, and one that is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.hung = nn.Linear(4, 4), torch.arange(4.0)
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+        self.register_buffer("scale", torch.full((4,), 2.0))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.fc(x) * self.angles * self.scale + self.hung + self.count
+
+
+def test_what_no_state_dict_has_stays_in_a_file_without_state():
+    torch.manual_seed(0)
+    model, x = Rotary(), torch.randn(2, 4)
+    prog = rl.capture(model, x)
+    bare = saved(prog, values="none", state=False)
+    held = {node.address for node in prog.graph.state_nodes if node.name in rl.inspect(bare).saved}
+    assert held == {"angles", "hung", "count"}
+    for state in (model, model.state_dict(), dict(model.named_parameters()) | dict(model.named_buffers())):
+        back = rl.load(bare, state=state)
+        assert replay_bits(back) == replay_bits(prog)
+    back = rl.load(bare, state=model.state_dict())
+    module = back.module()
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    module(x).sum().backward()
+    assert module.fc.weight.grad is not None
+    assert back.replay(state={**model.state_dict(), "fc.bias": torch.zeros(4)}).output.shape == (2, 4)
+    state = {name: value for name, value in model.state_dict().items() if name != "count"}
+    assert same(rl.load(bare).replay(state=state).output, prog.output.detach())
+
+
+def test_an_output_of_a_loaded_program_is_copied_and_pickled():
+    case = MODELS["namedtuple_in_and_out"]()
+    back = there_and_back(rl.capture(case.model, *case.args, **case.kwargs))
+    for again in (copy.deepcopy(back.output), pickle.loads(pickle.dumps(back.output)), through_torch(back.output)):
+        assert type(again) is type(back.output)
+        assert [same(one, other) for one, other in zip(again, back.output)] == [True] * len(back.output)
+
+
+def through_torch(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_a_function_of_the_script_is_refused_and_pickled(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """import io, pickle, torch
+import replaylens as rl
+def twice(x):
+    return x * 2
+prog = rl.capture(torch.nn.ReLU(), torch.ones(2)).with_patch({"relu_1": twice})
+try:
+    prog.save(io.BytesIO())
+except rl.CannotSave as error:
+    print(error)
+print(torch.equal(pickle.loads(pickle.dumps(prog)).replay().output, prog.output))
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    first, *_, last = done.stdout.splitlines()
+    assert first == "relu_1_1 is given `twice` of the script itself, which no other process finds."
+    assert last == "True"
+
+
+def test_a_module_that_is_not_there_is_said_to_be_missing_and_not_the_file_bad(prog):
+    swapped = saved(prog.with_patch({"linear_1": doubled}))
+    moved = swapped.replace(b"test_files.doubled", b"test_lifes.doubled")
+    with pytest.raises(rl.BadFile, match="is damaged"):
+        rl.load(moved, trust=["test_lifes"])
+    patch = rl.to_json(rl.Apply(doubled)).replace("test_files.", "test_lifes.")
+    with pytest.raises(rl.UnresolvedTarget, match=r"no function is found under the name 'test_lifes\.doubled'"):
+        rl.from_json(patch, trust=["test_lifes"])
 
 
 @pytest.mark.parametrize(

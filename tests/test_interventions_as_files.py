@@ -259,7 +259,7 @@ MAPPINGS = {
     "a selection": lambda prog: {prog.find(op="relu"): rl.Zero("b [c]", c=0)},
     "a layer": lambda prog: {prog["relu_1"]: prog["sin_1"]},
     "an output of a module": lambda prog: {prog["pair[1]"]: clean()["pair[1]"]},
-    "programs": lambda prog: {"relu_1": clean(), "up": rl.From(clean()), "norm": rl.Mean(of=clean())},
+    "programs": lambda prog: {"relu_1": rl.From(clean()), "up": rl.From(clean()), "norm": rl.Mean(of=clean())},
     "inside others": lambda prog: {"relu_1": rl.Rotate(torch.eye(4)[1:], rl.From(clean()["sin_1"])) >> rl.Scale(2.0)},
     "an edge between layers": lambda prog: {rl.Edge(prog["relu_1"], (prog["sin_1"], "cos_1")): rl.Zero()},
     "variants": lambda prog: {"one": {"relu_1": rl.Zero()}, "two": {"relu_1": [rl.Add(1.0)], "up": torch.tanh}},
@@ -1061,3 +1061,13 @@ print([layer.value.tolist() for layer in rl.load("relus.rlp", references=prog)])
     wanted = program().replay(patch=patch).output.tolist()
     relus = [layer.value.tolist() for layer in program().find(op="relu")]
     assert made.stdout.splitlines() == [*map(str, [wanted, wanted, edited.output.tolist(), relus])]
+
+
+def test_a_mapping_of_programs_is_not_taken_for_patches(tmp_path):
+    with pytest.raises(rl.CannotSave) as caught:
+        rl.save({"clean": clean()}, tmp_path / "study.rlp")
+    assert str(caught.value) == (
+        "the patch at 'clean' is a program, which a mapping of patches would only name.\n"
+        "Save programs one by one, `prog.save(path)`; if you mean a patch, write rl.From(prog)."
+    )
+    assert not [*tmp_path.iterdir()]

@@ -92,6 +92,11 @@ class Struct:
     def __copy__(self) -> Struct:
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = type(self)
+        name = kind.__module__, kind.__qualname__, kind._form
+        return restored_struct, (*name, self._keys, self._items, self._count)
+
 
 def _get(struct: Struct, key: Any, default: Any = None) -> Any:
     try:
@@ -117,6 +122,11 @@ def struct_class(module: str, qualname: str, form: str) -> type[Struct]:
         body = {"__module__": module, "__qualname__": qualname, "__slots__": (), "_form": form}
         found = _classes[module, qualname, form] = type(qualname.rpartition(".")[2], (Struct,), body)
     return found
+
+
+def restored_struct(module: str, qualname: str, form: str, keys: Any, items: Any, count: int | None) -> Struct:
+    """A Struct from a pickle, or a copy."""
+    return struct_class(module, qualname, form).made(tuple(keys), tuple(items), count)
 
 
 def struct_word(name: Any) -> str:

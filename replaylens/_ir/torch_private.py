@@ -261,6 +261,7 @@ ATTRIBUTES = {
     "Module._parameters": "parameters and buffers by name, without asking a module's `__getattr__`",
     "Module._buffers": "the same",
     "Module._modules": "the same",
+    "Module._non_persistent_buffers_set": "which buffers a state_dict lacks",
     "Module._backward_pre_hooks": "are there hooks?",
     "Module._apply": "what `module.to`, `double` and the like go through",
 }

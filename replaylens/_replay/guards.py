@@ -242,7 +242,8 @@ def aliasing_hazards(call: Call, is_constant: bool) -> Iterator[Departure]:
 def diverged_error(departure: Departure, which: str = "") -> DivergedReplay:
     return DivergedReplay(
         f"{which}the change leads away from the recorded path: {departure}\n{departure.cure}"
-        'on_divergence="rerun" runs the model itself with this change, where a program still holds its model; '
+        'on_divergence="rerun" runs the model itself with this change, where a program still holds its model '
+        "(one of a file is given it: load(path, state=model)); "
         '"ignore" goes on along the recorded path.'
     )
 

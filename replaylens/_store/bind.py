@@ -42,11 +42,15 @@ def bound(record: Record, state: Any, has_values: bool = True) -> Record:
     holder = _ModelHolder(state) if not isinstance(state, Mapping) else _MappingHolder(state)
     values, live, places = dict(record.values), {}, {}
     for node in record.graph.state_nodes:
-        found = holder.at(node)
+        found = holder.at(node, node.name not in record.absent)
         if found is None:
             continue
         tensor, held, key = found
         _require_recorded(record, node, tensor)
+        if isinstance(state, Mapping) and not tensor.requires_grad and _flag(record, node):
+            if node.name not in record.graph.written_state:  # of a state_dict, to which no gradient leads
+                values[Ref(node.name)] = tensor.detach().requires_grad_()
+            continue
         live[node.name] = tensor
         if node.name not in record.graph.written_state:
             values[Ref(node.name)] = _with_recorded_flag(record, node, tensor)
@@ -70,12 +74,18 @@ class _MappingHolder:
             raise InputMismatch(f"state= has no tensor at {wrong!r}. Give a model, or its state_dict().")
         self.state = dict(state)
 
-    def at(self, node: State) -> Held | None:
-        """The tensor for a node, under any of its addresses; None for what no state_dict has."""
+    def at(self, node: State, is_there: bool) -> Held | None:
+        """The tensor for a node, under any of its addresses; None for what no state_dict has. `is_there`: the file has
+        it.
+        """
         names = (node.address, *node.aliases)
         given = [name for name in names if name in self.state]
         if not given:
-            return None if node.kind == "attribute" else _missing(node, "state= has")
+            return (
+                None
+                if node.kind == "attribute" or (node.kind == "buffer" and is_there)
+                else _missing(node, "state= has")
+            )
         if not all(have_same_address(self.state[given[0]], self.state[name]) for name in given[1:]):
             raise InputMismatch(
                 f"{' and '.join(given)} were one tensor, and state= has several. Give the same for all."
@@ -98,7 +108,7 @@ class _ModelHolder:
         self.modules = {named[id(module)]: module for module in origins.modules}
         self.name = type(model).__name__
 
-    def at(self, node: State) -> Held | None:
+    def at(self, node: State, is_there: bool) -> Held | None:
         """The tensor for a node; an error if the model has none."""
         found = [self._at(address, node) for address in (node.address, *node.aliases)]
         first = found[0]
@@ -167,13 +177,16 @@ def _require_recorded(record: Record, node: State, tensor: torch.Tensor) -> None
 
 def _with_recorded_flag(record: Record, node: State, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as a leaf of its own, with the flag that it had when the forward ran."""
+    made = tensor.detach()
+    return made.requires_grad_() if _flag(record, node) else made
+
+
+def _flag(record: Record, node: State) -> bool:
+    """The `requires_grad` of a tensor when the forward ran."""
     saved = record.values.get(Ref(node.name))
     if saved is not None:
-        flag = saved.requires_grad
-    else:
-        flag = node.kind == "parameter" and node.spec.is_differentiable and node.name not in record.account.untrained
-    made = tensor.detach()
-    return made.requires_grad_() if flag else made
+        return saved.requires_grad
+    return node.kind == "parameter" and node.spec.is_differentiable and node.name not in record.account.untrained
 
 
 # -- the model, to be run again ----------------------------------------------------------------------------------------

@@ -154,8 +154,15 @@ def _free_name(name: str, taken: dict[str, Any]) -> str:
 def _digest(metadata: dict[str, str], entries: Sequence[Entry]) -> str:
     """The digest of all of a header but itself."""
     said = [metadata[word] for word in ("format", "version", "kind", "sums", "replaylens")]
-    tensors = [[one.name, one.dtype, one.shape, one.begin, one.end] for one in entries]
-    return hashlib.sha256(json.dumps([said, tensors]).encode()).hexdigest()
+    found = hashlib.sha256(f"[{json.dumps(said)}, [".encode())
+    for begin in range(0, len(entries), _ENTRIES):
+        some = [[one.name, one.dtype, one.shape, one.begin, one.end] for one in entries[begin : begin + _ENTRIES]]
+        found.update((", " * bool(begin) + json.dumps(some)[1:-1]).encode())
+    found.update(b"]]")
+    return found.hexdigest()
+
+
+_ENTRIES = 256  # that are text at once
 
 
 @contextmanager
@@ -167,6 +174,8 @@ def _replacing(path: Any) -> Iterator[BinaryIO]:
         folder, name = os.fsdecode(folder), os.fsdecode(name)
     if os.path.isdir(path):
         raise IsADirectoryError(f"{os.fsdecode(path)!r} is a folder. Give the name of a file.")
+    if not os.path.isdir(folder or "."):
+        raise FileNotFoundError(f"there is no folder {folder!r} to save {name!r} in. Make it first.")
     beside = os.path.join(folder, f".{name[:100]}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     with open(beside, "xb", buffering=0) as file:
         try:
@@ -312,7 +321,7 @@ def _opened(
             f"{name} has version {int(version)} of the format; this replaylens reads up to {VERSION}.\n"
             "A newer replaylens reads it: pip install -U replaylens"
         )
-    entries = [_parsed_entry(key, one, name) for key, one in words.items()]
+    entries = [_parsed_entry(key, words.pop(key), name) for key in [*words]]
     if {*metadata} != {"format", "version", "kind", "sums", "replaylens", "digest"}:
         raise BadFile(f"{name} lacks a part of its metadata, or has others.")
     if _digest(metadata, entries) != metadata["digest"]:
@@ -409,6 +418,8 @@ def _tiles(name: str, entries: list[Entry], size: int) -> tuple[tuple[Entry, ...
     for entry in entries:
         if entry.begin != end or entry.end < end or prod(entry.shape) * _SIZES[entry.dtype] != entry.end - entry.begin:
             raise BadFile(f"{name} is no file of replaylens: {entry.name!r:.100} does not lie where it should.")
+        if entry.is_padding and (entry.dtype != "U8" or entry.end - entry.begin >= ALIGNMENT):
+            raise BadFile(f"{name} has more bytes between its tensors than it takes to align them.")
         if not entry.is_padding and entry.begin % ALIGNMENT:
             raise BadFile(f"{name} has a tensor that does not begin at a multiple of {ALIGNMENT} bytes.")
         end = entry.end

@@ -190,6 +190,9 @@ class _Writer:
                 raise self.refused(f"has {_described(key)} for a key, which names no layer", _IN_GENERAL)
             if not name and isinstance(value, _NO_PATCHES):
                 raise self.refused(f"is {value!r:.60}, which is no patch", "Give a patch, such as rl.Zero().")
+            if not name and is_program(value):
+                cure = "Save programs one by one, `prog.save(path)`; if you mean a patch, write rl.From(prog)."
+                raise self.refused("is a program, which a mapping of patches would only name", cure)
             return [self.value(key, inner), self.value(value, inner)]
 
     def edit(self, edit: Edit, name: str) -> Json:

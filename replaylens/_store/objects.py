@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._ir.struct import restored_struct
 from .._ir.target import Target
 from .._ir.torch_private import outside_of_transforms, without_function_modes
 from .._ir.value_source import set_way_to_pickle
 from .._version import __version__
-from ..errors import BadFile, CannotSave, ReplaylensError, UnboundReference, UnlawfulGraph, Untrusted
+from ..errors import BadFile, CannotSave, ReplaylensError, UnboundReference, UnlawfulGraph, UnresolvedTarget, Untrusted
 from .allowed import needs_trust, trusted_target, untrusted
 from .container import Block, Container, as_bytes, open_container, parsed_json, write
 from .graphs import read_graph
@@ -71,11 +72,15 @@ def object_json(writer: TreeWriter, what: Any) -> Callable[[], Json]:
     return lambda: {"kind": kind.word, "body": finished()}
 
 
-def written(what: Any, finished_by: Callable[[TreeWriter], Callable[[], Json]] | None = None) -> _Written:
-    """An object as a text and blocks. `finished_by` writes it otherwise than its kind does."""
+def written(
+    what: Any, finished_by: Callable[[TreeWriter], Callable[[], Json]] | None = None, is_pickled: bool = False
+) -> _Written:
+    """An object as a text and blocks. `finished_by` writes it otherwise than its kind does. In a pickle functions of
+    the script itself are found by pickle's own rules.
+    """
     kind = _kind_of(what)
     with without_function_modes(), outside_of_transforms(), torch.inference_mode(False), torch.no_grad():
-        writer = TreeWriter(Pool())
+        writer = TreeWriter(Pool(), is_pickled=is_pickled)
         try:
             finished = finished_by(writer) if finished_by is not None else kind.write(writer, what)
             blocks = writer.pool.blocks()
@@ -184,7 +189,7 @@ class reading:
             raise BadFile(f"{self.name} is no {self.noun} that replaylens wrote: {error}.") from None
         if isinstance(error, UnlawfulGraph) and not str(error).startswith(self.name):
             raise UnlawfulGraph(f"{self.name}: {error}") from None
-        is_known = isinstance(error, (BadFile, UnlawfulGraph, Untrusted, UnboundReference))
+        is_known = isinstance(error, (BadFile, UnlawfulGraph, Untrusted, UnresolvedTarget, UnboundReference))
         if is_known or not isinstance(error, _WHAT_FILES_RAISE):
             return
         fact = f"{type(error).__name__}: {str(error)[:200]}"
@@ -306,7 +311,7 @@ def pickled(what: Any, protocol: Any) -> Any:
     """What pickle writes for an object: the bytes of its file, and the functions that are not torch's own, which pickle
     finds by its own rules.
     """
-    made = written(what)
+    made = written(what, is_pickled=True)
     strange = {name: made.functions[name] for name in needs_trust(made.functions)}
     return unpickled, (_Payload(as_bytes(made.word, made.text, made.blocks)), strange)
 
@@ -317,4 +322,4 @@ def unpickled(data: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:
 
 
 set_way_to_pickle(pickled)
-torch.serialization.add_safe_globals([unpickled, _bytes_of])
+torch.serialization.add_safe_globals([unpickled, _bytes_of, restored_struct])

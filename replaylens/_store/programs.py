@@ -11,7 +11,7 @@ import hashlib
 import json
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -50,14 +50,14 @@ class ProgramData:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def program_json(writer: TreeWriter, data: ProgramData, with_state: bool = True) -> Callable[[], Json]:
-    """What a file says of a program. The tensors go to the writer's pool; the function gives the JSON once its blocks
-    are known.
+def program_json(writer: TreeWriter, data: ProgramData, left_out: Iterable[str] = ()) -> Callable[[], Json]:
+    """What a file says of a program, without the state at these nodes. The tensors go to the writer's pool; the
+    function gives the JSON once its blocks are known.
     """
     record = data.record
     record.require_steady()
     writer.pool.keeps_slack |= any(map(looks_at_memory, record.graph.calls))
-    values = record.values if with_state else _without_state(record)
+    values = _without(record, left_out)
     rows = [(ref, _value_row(writer, record, ref)) for ref in values]
     made = {
         "graph": graph_json(writer, record.graph),
@@ -86,12 +86,23 @@ def _value_row(writer: TreeWriter, record: Record, ref: Ref) -> Json:
         return writer.pool.add(record.values[ref], name, specs_of(node).get(ref))
 
 
-def _without_state(record: Record) -> dict[Ref, torch.Tensor]:
-    """The values without the state, and without what lies in its memory. State that the forward writes stays: a model
-    has what came later.
+def state_of_models(graph: Graph, persistent: Callable[[str], bool]) -> list[str]:
+    """The nodes of state that a model, or its state_dict, has again: parameters, and buffers that are `persistent`.
+    State that the forward writes is not among them, for a model has what came later.
     """
-    graph = record.graph
-    left_out = {Ref(node.name) for node in graph.state_nodes if node.name not in graph.written_state}
+    return [
+        node.name
+        for node in graph.state_nodes
+        if node.name not in graph.written_state
+        and (node.kind == "parameter" or (node.kind == "buffer" and persistent(node.address)))
+    ]
+
+
+def _without(record: Record, names: Iterable[str]) -> dict[Ref, torch.Tensor]:
+    """The values without the state at these nodes, and without what lies in its memory."""
+    graph, left_out = record.graph, {*map(Ref, names)}
+    if not left_out:
+        return record.values
     held = {storage_of(record.values[ref]) for ref in left_out if ref in record.values} - {None}
     always = {*always_kept(graph)} - left_out
 
@@ -127,7 +138,7 @@ def program_digest(record: Record, known: KnownSum = lambda tensor: None) -> str
     is the same whichever values are kept, and whoever captured it. `known` gives digests that somebody has.
     """
     pool = Pool()
-    writer = TreeWriter(pool, with_sources=False)
+    writer = TreeWriter(pool, with_sources=False, is_pickled=True)
     made = graph_json(writer, evolve(record.graph, model_name=""))
     blocks = pool.blocks()
     found = hashlib.sha256(json.dumps([made, {name: table.rows for name, table in writer.tables.items()}]).encode())
@@ -184,7 +195,7 @@ def read_program(reader: TreeReader, json: Json) -> ProgramData:
     draws = {}
     for row in items(given["draws"]):
         key, state = exactly(row, 2)
-        draws[text(key)] = generator_state(reader.pool.tensor(state))
+        draws[text(key)] = reader.pool.generator_state(state)
     digests = {name: b64decode(text(one), validate=True) for name, one in mapping(given["state"]).items()}
     saved = optional(lambda names: frozenset(texts(names)), given["saved"])
     record = Record(
@@ -222,7 +233,7 @@ def _read_values(reader: TreeReader, graph: Graph, rows: Json) -> dict[Ref, torc
         tensor = reader.pool.tensor(place, spec)
         if not _fits(tensor, spec):
             bad(f"{ref} is said to be {spec}, and has another value")
-        found[ref] = generator_state(tensor) if at in graph.state_of else tensor
+        found[ref] = generator_state(reader.pool.copied(tensor)) if at in graph.state_of else tensor
     return found
 
 

@@ -352,7 +352,7 @@ def _read_values(reader: TreeReader, graph: Graph, json: Json) -> dict[Ref, torc
         tensor = reader.pool.tensor(place, spec)
         if tensor.is_meta != (spec.device == "meta"):
             bad(f"{ref} is said to have no content in a run, or to have some")
-        found[ref] = generator_state(tensor) if at in graph.state_of else tensor
+        found[ref] = generator_state(reader.pool.copied(tensor)) if at in graph.state_of else tensor
     return found
 
 

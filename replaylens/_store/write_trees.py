@@ -93,6 +93,7 @@ class TreeWriter:
     tables: dict[str, Table] = field(factory=lambda: {name: Table() for name in TABLES})
     at: Any = None
     callables: dict[str, Callable[..., Any]] = field(factory=dict)  # those that are named, by name
+    is_pickled: bool = False  # else no function may be one of the script that runs
     with_sources: bool = True  # else lines of code are left out
     positions: Mapping[str, int] = field(factory=dict)  # of the nodes of the graph that is written just now
     graph: Callable[[Graph], Json] | None = None  # how a graph among arguments is written
@@ -164,6 +165,10 @@ class TreeWriter:
         """The number of a function that a call runs."""
         if not target.is_stable:
             raise self.refused(f"runs {_shown(target)}, which cannot be found again by a name", _NAME_IT)
+        if target.name.startswith("__main__.") and not self.is_pickled:
+            raise self.refused(
+                f"is given {_shown(target)} of the script itself, which no other process finds", _NAME_IT
+            )
         self.callables[target.name] = target.function
         return self.tables["functions"].number(target.name, lambda: target.name)
 
