@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ._ir.util import notes_of
+from ._version import __version__
 from .errors import ReplaylensError
 from .files import inspect, load
 from .program import Program, capture, check
@@ -35,12 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
     try:
         with torch.set_grad_enabled(options.grad):
-            return int(options.act(options))
+            status = int(options.act(options))
+            sys.stdout.flush()
+            return status
     except (UsageError, ReplaylensError) as error:
         print(f"replaylens: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("replaylens: interrupted.", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # whoever reads us has read enough: `replaylens show model.rlp | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return HOLDS
     except SystemExit as error:  # the model's own, whose code must not become our status
         print(f"replaylens: the model, or its module, ended Python by SystemExit({error.code!r}).", file=sys.stderr)
     except Exception as error:  # the model's own
@@ -107,6 +113,7 @@ def _loaded(options: argparse.Namespace) -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="replaylens", description="Forward passes of PyTorch models as programs.")
+    parser.add_argument("--version", action="version", version=f"replaylens {__version__}, torch {torch.__version__}")
     acts = parser.add_subparsers(required=True, metavar="check | show")
     for word, act, text in (
         (

@@ -56,7 +56,7 @@ def load(
         return load_object(path, trust, verify, mmap, references=references)
     data = load_object(path, trust, verify, mmap, read=_program_data)
     if not isinstance(data, ProgramData):
-        raise InputMismatch(f"state= is for programs, and the file holds a {data}.")
+        raise InputMismatch(f"state= is for programs, and this is a file of kind {data!r}. Load it without state=.")
     record = bound(data.record, state, data.has_values)
     return program_of(evolve(data, record=record), forward_state(record, state, label_nodes))
 

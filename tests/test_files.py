@@ -887,6 +887,50 @@ def test_a_newer_version_is_said_to_be_newer(prog):
         rl.load(newer)
 
 
+def test_the_usual_mistakes_are_said_to_be_what_they_are(prog, tmp_path):
+    def said(error, use):
+        with pytest.raises(error) as caught:
+            use()
+        return str(caught.value)
+
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    for count in range(1, 9):  # wherever its tensors begin
+        save_file({"a" * count: torch.zeros(3)}, tmp_path / "plain.safetensors")
+        text = said(rl.BadFile, lambda: rl.load(tmp_path / "plain.safetensors"))
+        assert "was not written by replaylens: it is a safetensors file without a program" in text
+    torch.save(torch.zeros(3), tmp_path / "x.pt")
+    assert said(rl.BadFile, lambda: rl.load(tmp_path / "x.pt")).endswith(
+        "x.pt is no file of replaylens, but a zip or a pickle: `torch.load` reads what `torch.save` wrote."
+    )
+    (tmp_path / "x.json").write_text(rl.to_json(rl.Zero()))
+    assert said(rl.BadFile, lambda: rl.load(tmp_path / "x.json")).endswith(
+        "x.json is no file of replaylens, but a text: `replaylens.from_json` reads what `to_json` wrote."
+    )
+    assert said(rl.CannotSave, lambda: rl.save("x.rlp", prog)) == (
+        "a str cannot be saved. The path comes second: save(what, path)."
+    )
+    assert said(TypeError, lambda: prog.save(tmp_path / "y.rlp", state=nn.ReLU())) == (
+        "state= is True or False, not ReLU(). A model is bound by load(path, state=model)."
+    )
+    folder = tmp_path / "none"
+    assert said(FileNotFoundError, lambda: prog.save(folder / "y.rlp")) == (
+        f"there is no folder {str(folder)!r} to save 'y.rlp' in. Make it first."
+    )
+    rl.save(rl.Zero(), tmp_path / "zero.rlp")
+    assert said(rl.InputMismatch, lambda: rl.load(tmp_path / "zero.rlp", state=nn.ReLU())) == (
+        "state= is for programs, and this is a file of kind 'patch'. Load it without state=."
+    )
+
+
+def test_inspect_says_which_program_a_result_is_of_and_a_patch_refers_to(prog, tmp_path):
+    prog.replay(patch={"linear_1": rl.Zero()}).save(tmp_path / "run.rlp")
+    info = rl.inspect(tmp_path / "run.rlp")
+    assert (info.kind, info.model, info.digest) == ("run", "Net", prog.digest)
+    rl.save({"linear_1": rl.From(prog)}, tmp_path / "patch.rlp")
+    info = rl.inspect(tmp_path / "patch.rlp")
+    assert info.refers_to == (prog.digest,) and prog.digest in str(info)
+
+
 # -- what a file says of itself ----------------------------------------------------------------------------------------
 
 
@@ -894,7 +938,7 @@ def test_inspect_reads_the_header_alone(prog, tmp_path):
     path = tmp_path / "net.rlp"
     prog.save(path)
     info = rl.inspect(path)
-    assert info.kind == "program" and info.model == "Net" and info.program == prog.digest
+    assert info.kind == "program" and info.model == "Net" and info.digest == prog.digest
     assert info.history == ("captured",)
     assert info.layers[0] == "input_1_0" and len(info.saved) == len(info.layers)
     assert "first.weight" in info.state and info.has_state

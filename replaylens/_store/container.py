@@ -311,6 +311,8 @@ def _opened(
             f"{name} was not written by replaylens: it is a safetensors file without a program.\n"
             "`safetensors.torch.load_file` reads its tensors."
         )
+    if header_bytes % ALIGNMENT:
+        raise BadFile(f"{name} is no file of replaylens: its tensors do not begin at a multiple of {ALIGNMENT} bytes.")
     if not all(isinstance(one, str) for one in metadata.values()):
         raise BadFile(f"{name} has something other than texts in its metadata.")
     version = metadata.get("version", "")
@@ -342,13 +344,20 @@ def _header_words(name: str, size: int, read: Callable[[int, int], Any]) -> tupl
         raise BadFile(f"{name} is too short to be a file of replaylens: {size} bytes.")
     (length,) = struct.unpack("<Q", bytes(read(0, 8)))
     if length > MOST_HEADER or length > size - 8 or length < 2:
-        raise BadFile(f"{name} is no file of replaylens, or was cut off: its header is to have {length:,} bytes.")
-    if (length + 8) % ALIGNMENT:
-        raise BadFile(f"{name} is no file of replaylens: its tensors do not begin at a multiple of {ALIGNMENT} bytes.")
+        raise BadFile(f"{name} is no file of replaylens{_what_else(bytes(read(0, min(size, 64))))}.")
     words = parsed_json(bytes(read(8, 8 + length)), name)
     if not isinstance(words, dict):
         raise BadFile(f"{name} is no file of replaylens: its header is no mapping.")
     return words, 8 + length
+
+
+def _what_else(begin: bytes) -> str:
+    """What a file that is none of ours may be."""
+    if begin.startswith((b"PK", b"\x80")):
+        return ", but a zip or a pickle: `torch.load` reads what `torch.save` wrote"
+    if begin.lstrip()[:1] in (b"{", b"["):
+        return ", but a text: `replaylens.from_json` reads what `to_json` wrote"
+    return ", or was cut off within its header"
 
 
 def parsed_json(text: str | bytes, name: str) -> Any:

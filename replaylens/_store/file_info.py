@@ -12,7 +12,7 @@ from attrs import frozen
 
 from .._layers.format import format_bytes
 from .allowed import needs_trust
-from .objects import PROGRAMS, Opened, opened, reading
+from .objects import PROGRAMS, opened, reading
 from .read_trees import bad, flag, items, mapping, text, texts
 
 
@@ -22,7 +22,8 @@ class FileInfo:
 
     path: str
     kind: str
-    digest: str  # of the header, which has the digests of all blocks
+    digest: str  # of the program, or of the one that a result is of: what others name it by; "" where there is none
+    file_digest: str  # of the header, which has the digests of all blocks
     nbytes: int
     header_bytes: int
     made_by: Mapping[str, str]  # versions
@@ -30,7 +31,7 @@ class FileInfo:
     functions: tuple[str, ...]
     needs_trust: tuple[str, ...]  # of these, those that are not torch's own
     model: str = ""
-    program: str = ""  # the digest of the program
+    refers_to: tuple[str, ...] = ()  # the digests of programs that patches take values from
     history: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()  # the names of the nodes, in order
     saved: tuple[str, ...] = ()  # those whose values are in the file
@@ -45,9 +46,11 @@ class FileInfo:
             with_state = f"{len(self.state)} parameters and buffers{'' if self.has_state else ', not in the file'}"
             lines.append(f"    {len(self.layers)} nodes, {len(self.saved)} of them with values; {with_state}.")
             lines.append(f"    History: {'; '.join(self.history)}.")
-        lines.append(
-            f"    {len(self.tensors)} tensors; header {format_bytes(self.header_bytes)}; digest {self.digest}."
-        )
+        if self.digest:
+            lines.append(f"    Digest of the program: {self.digest}.")
+        if self.refers_to:
+            lines.append(f"    Refers to programs: {', '.join(self.refers_to)}.")
+        lines.append(f"    {len(self.tensors)} tensors; header {format_bytes(self.header_bytes)}.")
         if self.needs_trust:
             lines.append(f"    Needs trust: {', '.join(self.needs_trust)}.")
         return "\n".join(lines)
@@ -58,16 +61,29 @@ def inspect(path: Any) -> FileInfo:
     file = opened(path, header_only=True)
     container = file.container
     with reading(container.name):
-        facts = _program_facts(file) if container.kind in PROGRAMS else {}
+        facts = _program_facts(mapping(file.body)) if container.kind in PROGRAMS else _result_facts(file.body)
+        digest = facts.pop("digest", "")
         return FileInfo(
-            container.name, container.kind, container.digest, container.nbytes, container.header_bytes, file.made,
+            container.name, container.kind, digest, container.digest, container.nbytes, container.header_bytes, file.made,
             {one.name: (one.dtype, one.shape, one.end - one.begin) for one in container.entries},
             file.functions, needs_trust(file.functions), **facts,
         )  # fmt: skip
 
 
-def _program_facts(file: Opened) -> dict[str, Any]:
-    body = mapping(file.body)
+def _result_facts(body: Any) -> dict[str, Any]:
+    """Which program a result is of, or a patch refers to."""
+    if type(body) is not dict:
+        return {}
+    if type(program := body.get("program")) is dict and type(inner := program.get("body")) is dict:
+        return {"model": text(mapping(inner["graph"]).get("model_name", "")), "digest": text(inner["digest"])}
+    if type(graph := body.get("graph")) is dict:
+        return {"model": text(graph.get("model_name", ""))}
+    if type(rows := body.get("programs")) is list:
+        return {"refers_to": tuple([text(mapping(row)["program"]) for row in rows])}
+    return {}
+
+
+def _program_facts(body: dict[str, Any]) -> dict[str, Any]:
     graph = mapping(body["graph"])
     rows = [items(row, 2) for row in items(graph["nodes"])]
     names = [text(row[1]) for row in rows]
@@ -77,7 +93,7 @@ def _program_facts(file: Opened) -> dict[str, Any]:
         bad("a value is said to be that of no node")
     return {
         "model": text(graph.get("model_name", "")),
-        "program": text(body["digest"]),
+        "digest": text(body["digest"]),
         "history": texts(body["history"]),
         "layers": tuple(names),
         "saved": tuple([names[at] for at in sorted(held)]),

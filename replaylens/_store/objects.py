@@ -7,6 +7,7 @@ not torch's own is refused before anything of it is looked up; see allowed.py.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char
 from pickle import PickleBuffer
@@ -144,6 +145,8 @@ def save(what: Any, path: Any) -> None:
     """Write an object of replaylens to a file: a program, a run, a sweep, gradients, an attribution, a patch, a mapping
     of patches, a selection, edits. `replaylens.load` reads it.
     """
+    if isinstance(what, (str, os.PathLike)):
+        raise CannotSave(f"a {type(what).__name__} cannot be saved. The path comes second: save(what, path).")
     written(what).to(path)
 
 
