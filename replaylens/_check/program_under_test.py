@@ -28,6 +28,7 @@ from .._replay.replay import replay
 from .._replay.request import Request
 from .._replay.supply import Run
 from ..errors import DivergedReplay
+from .foreseen import oversized
 from .report import Finding, LawResult, finding_at, finding_at_name
 
 
@@ -229,6 +230,7 @@ def is_well_formed(program: ProgramUnderTest) -> LawResult:
     if not failures:
         orphans = _orphans(graph) if program.as_captured else ()
         failures = [*[finding_at_name(graph, one.node, one.fact) for one in misfits(graph)], *orphans]
+        failures = failures or list(oversized(graph))
     return LawResult(len(graph), tuple(failures), unit="nodes", holds="well formed")
 
 

@@ -21,7 +21,7 @@ from .._ir.settings import DEFAULT_DTYPES
 from .._ir.validate import require_sound
 from .._ir.write import Write
 from .pool import device_named, dtype_named, natural
-from .read_trees import TreeReader, bad, exactly, flag, items, mapping, optional, text, texts
+from .read_trees import TreeReader, bad, exactly, flag, items, line, mapping, optional, text, texts
 from .write_trees import CLASS_WORDS, CLASSES, TreeWriter, class_name
 
 Json = Any
@@ -163,7 +163,7 @@ def _read_node(reader: TreeReader, row: Json, name: str) -> Node:
         address, aliases = exactly(where, 2) if where else (name, [])
         if kind not in ("parameter", "buffer", "attribute"):
             bad(f"{kind!r:.40} is no kind of state")
-        return State(name, text(address), kind, reader.spec(spec), texts(aliases))
+        return State(name, line(address), kind, reader.spec(spec), texts(aliases))
     if word != "const":
         bad(f"{word!r:.40} is no kind of node")
     _, _, origin, spec, source = exactly(row, 5)
@@ -176,7 +176,7 @@ def _read_call(reader: TreeReader, row: Json, name: str) -> Call:
     returns = reader.value(more.pop("returns")) if "returns" in more else Ref(name)
     return _CALLS[word](
         name,
-        text(kind),
+        line(kind),
         reader.target(target),
         tuple(map(reader.value, items(args))),
         returns=returns,
@@ -314,7 +314,7 @@ def read_graph(reader: TreeReader, json: Json) -> Graph:
     rows, output = items(given.pop("nodes", None)), given.pop("output", None)
     before = reader.names
     reader.room.text += 500 * len(rows)
-    reader.names, reader.graph = [text(items(row, 2)[1]) for row in rows], lambda inner: read_graph(reader, inner)
+    reader.names, reader.graph = [line(items(row, 2)[1]) for row in rows], lambda inner: read_graph(reader, inner)
     try:
         names: Sequence[str] = reader.names
         nodes = tuple([_read_node(reader, row, name) for row, name in zip(rows, names, strict=True)])

@@ -29,7 +29,7 @@ from .._ir.trees import BackReference, Branch, pytree_plan
 from .._ir.write import Hole
 from ..errors import BadFile
 from .pool import PoolReader, device_named, dtype_named, natural, sizes
-from .write_trees import CLASSES, CONTAINERS, LAYOUTS, MEMORY_FORMATS, TABLES, VIEWS
+from .write_trees import CLASSES, CONTAINERS, CONTROLS, LAYOUTS, MEMORY_FORMATS, TABLES, VIEWS
 
 Json = Any
 _LONGEST_RANGE = 2**24  # torch makes a list of it
@@ -41,10 +41,19 @@ def bad(fact: str) -> NoReturn:
 
 
 def text(value: Any) -> str:
-    """A text."""
+    """A text. What would steer a terminal, or turn the order of letters around, is in none."""
     if type(value) is not str:
         bad(f"{value!r:.40} is no text")
+    if CONTROLS.search(value):
+        bad(f"{value!a:.40} is a text that no screen shows as it is")
     return value
+
+
+def line(value: Any) -> str:
+    """A text of one line, such as a name."""
+    if "\n" in text(value):
+        bad(f"{value!r:.40} is no name")
+    return str(value)
 
 
 def flag(value: Any) -> bool:
@@ -235,9 +244,9 @@ class TreeReader:
         return found
 
     def _source(self, row: Json) -> Source:
-        file, line, function, caller = exactly(row, 4)
+        file, number, function, caller = exactly(row, 4)
         name, lines = self._fact("files", file, _file)
-        return Source(name, natural(line), text(function), self._earlier("sources", caller), lines)
+        return Source(name, natural(number), line(function), self._earlier("sources", caller), lines)
 
     def scope(self, at: Any) -> Scope | None:
         """The call of a module with this number."""
@@ -254,7 +263,7 @@ class TreeReader:
         self._depths.append(0 if parent is None else self._depths[parent] + 1)
         if self._depths[-1] > _DEEPEST_MODULE:
             bad("modules are nested deeper than any that has run")
-        return Scope(text(address), call, text(kind), around, self.source(source))
+        return Scope(line(address), call, line(kind), around, self.source(source))
 
     def target(self, at: Any) -> Target:
         """The function with this number."""
@@ -272,7 +281,7 @@ class TreeReader:
         """A Ref."""
         word, node, *path = items(row, 2)
         if word == "R":
-            return Ref(text(node), tuple(map(natural, path)))
+            return Ref(line(node), tuple(map(natural, path)))
         if word != "r" or type(node) is not int or not 0 <= node < len(self.names):
             bad(f"{row!r:.40} is no value of a node")
         self.room.say(self.names[node])
@@ -425,7 +434,7 @@ def _spread(keys: tuple[Any, ...]) -> tuple[Any, ...]:
     """The keys of a mapping or a set. Those whose hashes a writer can choose to be all the same are not many."""
     if sum(type(key) not in _OWN_HASH and not (type(key) is int and abs(key) < 2**60) for key in keys) > _MOST_KEYS:
         bad("a mapping has more keys than anybody makes that are neither texts nor numbers")
-    return keys
+    return tuple([text(key) if type(key) is str else key for key in keys])
 
 
 _OWN_HASH, _MOST_KEYS = frozenset((str, bytes, bool, float, type(None))), 2000
@@ -452,11 +461,13 @@ def _whole(value: Any) -> int:
 def _file(row: Json) -> tuple[str, dict[int, str]]:
     name, lines = exactly(row, 2)
     found = {}
-    for at, line in mapping(lines).items():
+    for at, words in mapping(lines).items():
         if not (at.isascii() and at.isdigit() and len(at) < 10):
             bad("a line of code has no number")
-        found[int(at)] = text(line) + "\n"
-    return text(name), found
+        if type(words) is not str:
+            bad("a line of code is no text")
+        found[int(at)] = CONTROLS.sub(" ", words) + "\n"
+    return line(name), found
 
 
 def _builtin(word: str, keys: Any, held: tuple[Any, ...], more: dict[str, Any]) -> Branch:

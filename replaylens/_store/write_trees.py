@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import re
 from base64 import b64encode
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,8 @@ Json = Any
 Leaf = Callable[[Any], Json]
 TABLES: tuple[str, ...] = ("files", "sources", "scopes", "contexts", "specs", "functions", "names")
 LINES_AROUND = 3  # each line that ran an operation; of its callers the line alone is kept
+_LONGEST_LINE = 1000  # characters of one
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # that steer a terminal
 
 CLASSES: dict[str, type] = {  # that a file may name, and which come back as they are
     "torch.Tensor": torch.Tensor, "torch.nn.Parameter": torch.nn.Parameter, "int": int, "float": float, "bool": bool,
@@ -144,7 +147,7 @@ class TreeWriter:
                 known = source.saved
                 text = linecache.getline(source.file, near) if known is None else known.get(near, "")
                 if text:
-                    lines[str(near)] = text.rstrip("\n")
+                    lines[str(near)] = CONTROLS.sub(" ", text.rstrip("\n"))[:_LONGEST_LINE]
         return number
 
     def scope(self, scope: Scope | None) -> int | None:
