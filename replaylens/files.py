@@ -58,7 +58,7 @@ def load(
     if not isinstance(data, ProgramData):
         raise InputMismatch(f"state= is for programs, and this is a file of kind {data!r}. Load it without state=.")
     record = bound(data.record, state, data.has_values)
-    return program_of(evolve(data, record=record), forward_state(record, state, label_nodes))
+    return program_of(evolve(data, record=record), forward_state(record, data.history, state, label_nodes))
 
 
 def _program_data(reader: TreeReader, word: str, body: Any) -> ProgramData | str:

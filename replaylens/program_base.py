@@ -437,6 +437,11 @@ class ProgramBase(ProgramMetadata, ValueSource):
                 raised = f"With it the model raises {type(error).__name__}: {error}"
                 raise InputMismatch(f"{misfits[0]}\n{raised}\n{CAPTURE_AGAIN}") from error
             raise
+        if not self._beginning.knows_generator and not request.fresh and any(map(_draws_on, made.record.graph.calls)):
+            raise DivergedReplay(
+                "the model was run, and it draws random numbers where the recorded forward drew none: which ones it "
+                "would have drawn then, the file does not say. Give it a path on which it draws none, or capture the model."
+            )
         output = thaw(made.record.graph.output, lambda leaf: made.record.values[leaf] if type(leaf) is Ref else leaf)
         prog = self._derived(made.record, output, "run again with patches")
         places = MatchingSites(self.graph, prog.graph)
@@ -552,6 +557,11 @@ class ProgramBase(ProgramMetadata, ValueSource):
         other = None if against is None else (against._any_record, against._index)
         begins = self._grads.begins if self._grads is not None else None
         return compose(self._any_record, self._index, self._layer, view, Overlay(against=other, begins=begins, **over))
+
+
+def _draws_on(call: Call) -> bool:
+    """True for a draw that no seed of the forward's own fixes."""
+    return call.draws is not None and not call.is_seeded
 
 
 def require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -517,6 +517,7 @@ class ForwardState:
     generators: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()  # others that it drew from, with their states
     lent: frozenset[int] = frozenset()  # ids of those that the caller provided
     objects: Mapping[str, torch.Tensor] | None = None  # by node: the model's own, where the record has copies of them
+    knows_generator: bool = True  # is `rng` where the forward began? A file in which nothing is drawn does not say
     is_proven: bool = True  # else the model was bound to a file, and nobody knows yet whether it is the recorded one
 
     def held_now(self) -> ForwardState:

@@ -17,6 +17,7 @@ number, and a BackReference stands inside it.
 from __future__ import annotations
 
 import enum
+import re
 import sys
 import types
 from array import array
@@ -365,8 +366,12 @@ def fingerprint(value: Any, depth: int = 0) -> str:
     if pairs or isinstance(value, dict):
         return f"{kind.__name__}({', '.join([f'{key!r}={fingerprint(item, depth + 1)}' for key, item in pairs])})"
     if kind.__module__ in ("builtins", "numpy"):
-        return f"{kind.__name__}:{value.tobytes() if hasattr(value, 'tobytes') else value!r}"
+        form = f"{value.dtype}{value.shape}" if hasattr(value, "dtype") else ""
+        return f"{kind.__name__}:{form}{value.tobytes() if hasattr(value, 'tobytes') else value!r}"
     return f"{kind.__name__} at {id(value)}"
+
+
+ADDRESS = re.compile(r" at \d+")  # in a fingerprint: of an object that shows nothing of itself, in this process alone
 
 
 def thaw(tree: Any, leaf: Leaf) -> Any:

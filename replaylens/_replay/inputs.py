@@ -23,7 +23,7 @@ from .._ir.node import Input, Ref, State, TensorSpec, specs_of
 from .._ir.runtime import outside_inference
 from .._ir.struct import Struct
 from .._ir.torch_private import is_wrapped
-from .._ir.trees import ATOMS, BackReference, Branch, fingerprint, freeze_deep, named_items, thaw_shared, walk
+from .._ir.trees import ADDRESS, ATOMS, BackReference, Branch, fingerprint, freeze_deep, named_items, thaw_shared, walk
 from ..errors import InputMismatch
 from .guards import Departure
 
@@ -316,12 +316,15 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _same_literal(one: Any, other: Any, recorded_print: str | None) -> bool:
-    if one is _MISSING or other is _MISSING or (recorded_print is not None and fingerprint(other) != recorded_print):
+    if one is _MISSING or other is _MISSING:
+        return False
+    by_name = isinstance(one, Struct) and isinstance(other, (Enum, FunctionType, BuiltinFunctionType))
+    if recorded_print is not None and not by_name and fingerprint(other) != recorded_print:
         return False
     if one is other:
         return True
-    if isinstance(one, Struct) and recorded_print is not None:  # loaded: what is known of the object is its text
-        return _class_name(type(one)) == _class_name(type(other))
+    if isinstance(one, Struct):  # loaded: what is known of the object is its name, and what it showed of itself
+        return _is_known_by_name(one, other, recorded_print)
     if isinstance(one, type) and issubclass(one, Struct) and isinstance(other, type):
         return _class_name(one) == _class_name(other)
     try:
@@ -332,6 +335,17 @@ def _same_literal(one: Any, other: Any, recorded_print: str | None) -> bool:
         return bool(type(one) is type(other) and one == other)
     except Exception:  # a user's class whose comparison fails is another value
         return False
+
+
+def _is_known_by_name(one: Struct, other: Any, recorded_print: str | None) -> bool:
+    """True if an object of this process is surely the one that a file has opened."""
+    if isinstance(other, Enum):
+        return _class_name(type(one)) == _class_name(type(other)) and getattr(one, "_name_", None) == other.name
+    if isinstance(other, (FunctionType, BuiltinFunctionType)):
+        name = getattr(other, "__module__", None), other.__qualname__
+        return _class_name(type(one)) == name and "<" not in other.__qualname__
+    shows_itself = recorded_print is not None and ADDRESS.search(recorded_print) is None
+    return shows_itself and _class_name(type(one)) == _class_name(type(other))
 
 
 def _describe(value: Any) -> str:

@@ -65,6 +65,25 @@ def bound(record: Record, state: Any, has_values: bool = True) -> Record:
     return evolve(record, values={**values, **order}, versions=versions, live=live, places=places, absent={})
 
 
+def bound_to_itself(record: Record) -> Record:
+    """The record with its own parameters and buffers in the place of a model's: a module of the program trains these,
+    and whoever writes them, seen by torch or not, makes what was computed from them stale.
+    """
+    values, live, places, steps = dict(record.values), {}, {}, fused_steps()
+    for node in record.graph.state_nodes:
+        ref = Ref(node.name)
+        tensor = values.get(ref)
+        if tensor is None or node.name in record.graph.written_state:
+            continue
+        if node.kind == "parameter":
+            values[ref] = tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)
+        live[node.name], look = tensor, raw_state(tensor)
+        held = (dict.fromkeys((node.address, *node.aliases), tensor),)
+        for address in held[0]:
+            places[address] = StatePlace(address, "parameter", tensor, held, look, steps)
+    return evolve(record, values=values, live=live, places=places)
+
+
 class _MappingHolder:
     """The tensors of a state_dict."""
 
@@ -192,17 +211,21 @@ def _flag(record: Record, node: State) -> bool:
 # -- the model, to be run again ----------------------------------------------------------------------------------------
 
 
-def forward_state(record: Record, model: Any, naming: Naming) -> ForwardState | None:
-    """What the forward of a bound model begins with; None where the file does not say everything that it needs."""
-    if isinstance(model, Mapping) or _why_not(record) is not None:
+def forward_state(record: Record, history: tuple[str, ...], model: Any, naming: Naming) -> ForwardState | None:
+    """What the forward of a bound model begins with; None where the file does not say everything that it needs, or
+    has a program that is no longer the model's.
+    """
+    is_whole = history[0] == "captured" and all(step.startswith("backward(") for step in history[1:])
+    if isinstance(model, Mapping) or not is_whole or _why_not(record) is not None:
         return None
     args, kwargs = thaw_shared(record.graph.inputs, lambda leaf: record.values[leaf] if type(leaf) is Ref else leaf)
     rng = RngState()
-    first = next((call for call in record.graph.calls if call.draws is not None and call.follows is None), None)
-    if first is not None and first.draws is not None:
+    first = next((call for call in record.graph.calls if call.draws is not None), None)
+    knows = first is not None and first.draws is not None and first.follows is None and not first.is_seeded
+    if first is not None and first.draws is not None and knows:
         rng.torch = record.draws[first.draws]
     snapshot = Snapshot(Provenance(model).modules, (args, kwargs))
-    return ForwardState(model, naming, snapshot, rng, is_proven=False)
+    return ForwardState(model, naming, snapshot, rng, is_proven=False, knows_generator=knows)
 
 
 def _why_not(record: Record) -> str | None:

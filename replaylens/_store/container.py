@@ -94,7 +94,12 @@ def write(target: Any, kind: str, text: str, blocks: Sequence[Block]) -> None:
     if hasattr(target, "write"):
         _write(target.write, header, blocks)
         return
-    with _replacing(os.fspath(target)) as file:
+    path = os.fspath(target)
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        with open(path, "wb", buffering=0) as pipe:  # a pipe or a device is written to, not replaced
+            _write(_Whole(pipe).write, header, blocks)
+        return
+    with _replacing(path) as file:
         _write(file.write, header, blocks)
 
 

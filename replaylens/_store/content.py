@@ -41,6 +41,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[Any]:
             yield from _parts(tensor.q_per_channel_zero_points())
         yield from _parts(tensor.int_repr())
     else:
+        if tensor._is_zerotensor():  # it has no memory
+            tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
         plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
         if plain.numel():
             yield memoryview((c_char * (plain.numel() * plain.element_size())).from_address(plain.data_ptr()))

@@ -64,8 +64,8 @@ def inspect(path: Any) -> FileInfo:
         facts = _program_facts(mapping(file.body)) if container.kind in PROGRAMS else _result_facts(file.body)
         digest = facts.pop("digest", "")
         return FileInfo(
-            container.name, container.kind, digest, container.digest, container.nbytes, container.header_bytes, file.made,
-            {one.name: (one.dtype, one.shape, one.end - one.begin) for one in container.entries},
+            container.name, container.kind, digest, container.digest, container.nbytes, container.header_bytes,
+            file.made, {one.name: (one.dtype, one.shape, one.end - one.begin) for one in container.entries},
             file.functions, needs_trust(file.functions), **facts,
         )  # fmt: skip
 

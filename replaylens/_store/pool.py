@@ -195,7 +195,7 @@ class PoolReader:
 
     storage: Callable[[int], torch.UntypedStorage]
     count: int  # of blocks
-    _known: dict[int, torch.UntypedStorage] = field(factory=dict)
+    _known: dict[int, torch.Tensor] = field(factory=dict)  # of each storage, all of it as bytes
     _room: int = (
         2**20
     )  # how many bytes may still be copied: a file may say the same block, and the same byte of one, often
@@ -229,16 +229,17 @@ class PoolReader:
     ) -> torch.Tensor:
         _require(type(number) is int and 0 <= number < self.count and len(shape) == len(strides))
         if number not in self._known:
-            self._known[number] = self.storage(number)
-            self._room += 4 * self._known[number].nbytes()
-        storage = self._known[number]
+            self._known[number] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage(number))
+            self._room += 4 * self._known[number].nbytes
+        whole = self._known[number]
         _require(dtype not in _QUANTIZED and "bits" not in str(dtype) and prod(shape) < _MOST_ELEMENTS)
         if prod(shape):
             last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-            if (last + 1) * dtype.itemsize > storage.nbytes():
+            if (last + 1) * dtype.itemsize > whole.nbytes:
                 raise BadFile("a tensor is said to reach beyond its memory")
-        with torch.no_grad():
-            made = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
+        with torch.no_grad():  # all tensors of a storage share its write counter, and none is a view
+            typed = whole[: whole.nbytes - whole.nbytes % dtype.itemsize].view(dtype)
+            made = typed.as_strided(shape, strides, offset).detach()
         if dtype is torch.bool and made.numel():
             _require_bools(made)
         return made

@@ -23,9 +23,10 @@ from .._ir.capture_metadata import CaptureMetadata, ParameterInfo
 from .._ir.graph import Graph
 from .._ir.memory import storage_of, version_of
 from .._ir.node import Call, Ref, State, TensorSpec, specs_of
+from .._ir.trees import ADDRESS
 from .._layers.index import LayerIndex
 from .._replay.gradients import Grads
-from .._replay.record import Record, Versions, always_kept, looks_at_memory
+from .._replay.record import Record, Versions, always_kept, looks_at_memory, with_values
 from .content import content_digest
 from .grads import grads_json, read_grads
 from .graphs import graph_json, read_graph
@@ -54,7 +55,7 @@ def program_json(writer: TreeWriter, data: ProgramData, left_out: Iterable[str] 
     """What a file says of a program, without the state at these nodes. The tensors go to the writer's pool; the
     function gives the JSON once its blocks are known.
     """
-    record = data.record
+    record = _with_what_must_be(data.record) if data.has_values else data.record
     record.require_steady()
     writer.pool.keeps_slack |= any(map(looks_at_memory, record.graph.calls))
     values = _without(record, left_out)
@@ -77,6 +78,12 @@ def program_json(writer: TreeWriter, data: ProgramData, left_out: Iterable[str] 
         return {**made, "values": said, "state": digests, "digest": program_digest(record, known)}
 
     return finished
+
+
+def _with_what_must_be(record: Record) -> Record:
+    """The record with the values of outputs and the like, which a slice of a program that saved little may lack."""
+    kept = [ref for ref in always_kept(record.graph) if isinstance(record.graph[ref.node], Call)]
+    return with_values(record, kept) if any(ref not in record.values for ref in kept) else record
 
 
 def _value_row(writer: TreeWriter, record: Record, ref: Ref) -> Json:
@@ -139,7 +146,8 @@ def program_digest(record: Record, known: KnownSum = lambda tensor: None) -> str
     """
     pool = Pool()
     writer = TreeWriter(pool, with_sources=False, is_pickled=True)
-    made = graph_json(writer, evolve(record.graph, model_name=""))
+    literals = tuple([(path, ADDRESS.sub(" at", known)) for path, known in record.graph.literals])
+    made = graph_json(writer, evolve(record.graph, model_name="", literals=literals))
     blocks = pool.blocks()
     found = hashlib.sha256(json.dumps([made, {name: table.rows for name, table in writer.tables.items()}]).encode())
     for block in blocks:
@@ -155,10 +163,11 @@ def program_digest(record: Record, known: KnownSum = lambda tensor: None) -> str
 def _account_json(writer: TreeWriter, record: Record) -> Json:
     account = record.account
     histories = {ref: known for ref, value in record.values.items() if (known := _history(record, ref, value))}
+    gradients = {**histories, **account.gradients}
     given: dict[str, Json] = {
-        "originals": {name: writer.name(target) for name, target in account.originals.items()},
-        "gradients": [[writer.ref(ref), word] for ref, word in {**histories, **account.gradients}.items()],
-        "nanoseconds": list(account.nanoseconds),
+        "originals": {n: writer.name(target) for n, target in account.originals.items() if n in record.graph},
+        "gradients": [[writer.ref(ref), word] for ref, word in gradients.items() if ref.node in record.graph],
+        "nanoseconds": list(account.nanoseconds) if len(account.nanoseconds) == len(record.graph) else [],
         "modules": list(account.modules),
         "classes": list(account.classes),
         "unread": list(map(_parameter_row, account.unread)),

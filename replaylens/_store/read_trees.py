@@ -28,6 +28,7 @@ from .._ir.target import Target
 from .._ir.trees import BackReference, Branch, pytree_plan
 from .._ir.write import Hole
 from ..errors import BadFile
+from .allowed import known_function
 from .pool import PoolReader, device_named, dtype_named, natural, sizes
 from .write_trees import CLASSES, CONTAINERS, CONTROLS, LAYOUTS, MEMORY_FORMATS, TABLES, VIEWS
 
@@ -271,7 +272,9 @@ class TreeReader:
 
     def name(self, at: Any) -> Target:
         """The function with this number, of which only the name counts."""
-        found: Target = self._fact("names", at, lambda row: Target(text(row), never_called))
+        found: Target = self._fact(
+            "names", at, lambda row: Target(text(row), known_function(text(row)) or never_called)
+        )
         self.room.say(found.name)
         return found
 
@@ -418,11 +421,15 @@ class TreeReader:
         if word == "object":
             _, names, keys, held = exactly(json, 4)
             kind = self.room.name_class(*map(text, exactly(names, 3)))
-            pairs = [
-                (self._opened(k, self._inert), self._opened(v, self._inert))
-                for k, v in zip(items(keys), exactly(held, len(keys)), strict=True)
-            ]
-            return kind.made(tuple([k for k, _ in pairs]), tuple([v for _, v in pairs]))
+            names_of = tuple([self._opened(key, self._inert) for key in items(keys)])
+            return kind.made(names_of, tuple([self._opened(one, self._inert) for one in exactly(held, len(keys))]))
+        if word == "L":
+            return [self._opened(one, self._inert) for one in json[1:]]
+        if word == "D":
+            known = _spread(tuple([self._opened(key, self._inert) for key in items(items(json, 2)[1])]))
+            return dict(
+                zip(known, [self._opened(one, self._inert) for one in exactly(json[2:], len(known))], strict=True)
+            )
         return _known(_VALUES, word)(self, json)
 
 

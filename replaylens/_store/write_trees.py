@@ -28,12 +28,12 @@ from torch.nn.utils.rnn import PackedSequence
 from .._edit.part import Part
 from .._edit.patch_ops import PatchOperand, PatchStep
 from .._ir.graph import Graph
-from .._ir.node import Context, Generator, Ref, Scope, Source, TensorSpec, scopes_beyond
+from .._ir.node import Call, Context, Generator, Ref, Scope, Source, TensorSpec, scopes_beyond
 from .._ir.struct import Struct, StructKeys, form_of, struct_word
 from .._ir.target import Target
 from .._ir.torch_private import pytree
 from .._ir.trees import BackReference, Branch, attributes_of
-from .._ir.write import DerivedView, Hole, TargetIndex, ViewStep
+from .._ir.write import DerivedView, Hole, TargetIndex, ViewStep, original_target
 from ..errors import CannotSave
 from .pool import Pool
 
@@ -214,6 +214,7 @@ class TreeWriter:
         if tree.kind is list or tree.kind is slice:
             return ["l" if tree.kind is list else "s", *map(self.value, tree.items)]
         if issubclass(tree.kind, tuple) and tree.kind not in CONTAINER_WORDS:
+            self._require_torchs(tree.kind)
             return ["t", *map(self.value, tree.items)]  # a named one: torch reads it as a tuple
         return self._container(tree, self.value)
 
@@ -230,9 +231,18 @@ class TreeWriter:
             made = [self.value(one) for one in items]
             return ["L", *made] if kind is list else ["D", [self.value(key) for key in leaf], *made]
         if isinstance(leaf, (bool, int, float, str)):  # of a class of the user's: torch reads it as a number
+            self._require_torchs(kind)
             base = next(base for base in (bool, int, float, str) if isinstance(leaf, base))
             return _plain(base(leaf))
         return None
+
+    def _require_torchs(self, kind: type) -> None:
+        """Raise unless the call that is given something of this class is torch's, which does not ask for the class."""
+        target = original_target(self.at) if isinstance(self.at, Call) else getattr(self.at, "target", None)
+        if target is None or not target.name.startswith(("torch.", "replaylens.")) or target.is_of_a_library:
+            raise self.refused(
+                f"is given a {kind.__qualname__}, and may ask for its class, which no file holds", _LEAVE_IT
+            )
 
     def _of_numpy(self, leaf: Any) -> Json:
         if type(leaf).__name__ == "ndarray":
@@ -290,13 +300,16 @@ class TreeWriter:
         kind = type(tree)
         if kind is tuple:
             return ["t", *[self._opened(item, leaf) for item in tree]]
-        if kind is not Branch and (kind in _PLAIN or kind is Ref or kind in _LITERALS or isinstance(tree, type)):
+        if kind in _WITHOUT_IDENTITY or isinstance(tree, type):
             return leaf(tree)
-        if id(tree) in self._within:
-            return self._object(tree)
+        if kind.__module__ == "numpy" and kind.__name__ != "ndarray" and (made := self._of_numpy(tree)) is not None:
+            return made
+        number = len(self.known_objects)
+        if id(tree) in self._within:  # it holds itself: within it stands its name
+            self.known_objects[-1 - number] = tree, number
+            return ["object", [*class_name(kind), form_of(kind)], [], []]
         if (known := self.known_objects.get(id(tree))) is not None:
             return ["same", known[1]]
-        number = len(self.known_objects)
         self.known_objects[id(tree)] = tree, number
         if kind is not Branch:
             return leaf(tree)
@@ -347,12 +360,20 @@ class TreeWriter:
             return ["class", CLASS_WORDS[leaf]] if leaf in CLASS_WORDS else ["class", *class_name(leaf)]
         if kind in _LITERALS:
             return _LITERALS[kind](leaf)
-        if kind is set or kind is frozenset:
-            items = sorted([self._inert(item) for item in leaf], key=repr)
-            return ["set" if kind is set else "frozenset", *items]
-        if kind is list or kind is dict:
-            return self._literal(leaf)
-        return self._object(leaf)
+        if (kind is set or kind is frozenset) and len(leaf) < 2:  # the order of others is not that of other processes
+            return ["set" if kind is set else "frozenset", *map(self._inert, leaf)]
+        if kind.__module__ == "numpy" and (made := self._of_numpy(leaf)) is not None:
+            return made
+        self._within.add(id(leaf))
+        try:
+            if kind is list:
+                return ["L", *[self._opened(item, self._inert) for item in leaf]]
+            if kind is dict:
+                keys = [self._opened(key, self._inert) for key in leaf]
+                return ["D", keys, *[self._opened(item, self._inert) for item in leaf.values()]]
+            return self._object(leaf)
+        finally:
+            self._within.discard(id(leaf))
 
     def _object(self, leaf: Any) -> Json:
         if isinstance(leaf, Struct):
@@ -364,8 +385,8 @@ class TreeWriter:
                 pairs = [*leaf.items(), *pairs]
             elif form == "sequence":
                 pairs = [*enumerate(leaf), *pairs]
-        if len(self.known_objects) > _MOST_OBJECTS:
-            pairs = []
+        if len(self._within) > _DEEPEST or len(self.known_objects) > _MOST_OBJECTS:
+            pairs = []  # more than anybody would look at
         kind = leaf if callable(leaf) and hasattr(leaf, "__qualname__") else type(leaf)
         keys = [self._opened(key, self._inert) for key, _ in pairs]
         return ["object", [*class_name(kind), form], keys, [self._opened(item, self._inert) for _, item in pairs]]
@@ -427,6 +448,9 @@ _LITERALS: dict[type, Callable[[Any], Json]] = {
     range: lambda value: ["range", value.start, value.stop, value.step],
     slice: lambda value: ["S", _plain(value.start), _plain(value.stop), _plain(value.step)],
 }
+
+
+_WITHOUT_IDENTITY = _PLAIN | {Ref, BackReference, *_LITERALS}  # what a reader does not number
 
 
 def _struct_keys(tree: Branch) -> tuple[tuple[Any, ...] | None, bool]:

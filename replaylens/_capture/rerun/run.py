@@ -99,8 +99,10 @@ def capture_without_effects(model: Any, args: tuple[Any, ...], kwargs: dict[str,
     return with_model_to_itself(model, _capture_without_effects)
 
 
-def next_forward_difference(start: ForwardState, record: Record) -> str:
-    """How the next forward of the model would differ from the recorded one on its inputs; empty if it would not."""
+def next_forward_difference(start: ForwardState, record: Record, in_all: bool = False) -> str:
+    """How the next forward of the model would differ from the recorded one on its inputs; empty if it would not. With
+    `in_all` what Python reads, and what is drawn, counts as well.
+    """
     graph = record.graph
     given = lambda leaf: as_leaf(record.value(leaf)) if type(leaf) is Ref else leaf  # noqa: E731
     args, kwargs = thaw_shared(graph.inputs, given)
@@ -109,7 +111,8 @@ def next_forward_difference(start: ForwardState, record: Record) -> str:
             found = record_of(capture_without_effects(start.model, args, kwargs, start.naming))
     except Exception as error:
         return f"raises {type(error).__name__}"
-    return ForwardComparison(record, found).difference()
+    comparison = ForwardComparison(record, found)
+    return comparison.difference() or (comparison.difference_beside() if in_all else "")
 
 
 def prove(start: ForwardState, record: Record) -> None:
@@ -119,7 +122,7 @@ def prove(start: ForwardState, record: Record) -> None:
     before = RngState()
     try:
         start.rng.put_back()
-        why = next_forward_difference(start, record)
+        why = next_forward_difference(start, record, in_all=True)
     finally:
         before.put_back()
     if why:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..._ir.equality import same_content
 from ..._ir.graph import Graph
-from ..._ir.node import Call, Const, Input, Node, Ref, State, refs_in
+from ..._ir.node import Call, Const, Guard, Input, Node, Ref, State, refs_in
 from ..._ir.trees import fingerprint, map_leaves
 from ..._ir.util import cached_property
 from ..._replay.record import Record
@@ -33,7 +33,22 @@ class ForwardComparison:
         ends = [(ref, written[1][address]) for address, ref in written[0].items()]
         if _skeleton(one.output) != _skeleton(two.output):
             return "returns another structure"
-        stack = [*zip(refs_in(one.output), refs_in(two.output), strict=True), *ends]
+        return self._walked([*zip(refs_in(one.output), refs_in(two.output), strict=True), *ends])
+
+    def difference_beside(self) -> str:
+        """How what Python reads in them differs, and what they draw."""
+        one, two = self.first.graph, self.later.graph
+        if [*map(_question, one.guards)] != [*map(_question, two.guards)]:
+            return "reads other contents in Python"
+        draws = [[graph.nodes[p].draws for p in graph.drawing] for graph in (one, two)]
+        if len(draws[0]) != len(draws[1]) or not all(map(self._is_same_state, *draws)):
+            return "draws other random numbers"
+        pairs = zip(one.guards, two.guards, strict=True)
+        return self._walked([pair for before, after in pairs for pair in zip(before.refs, after.refs, strict=True)])
+
+    def _walked(self, stack: list[tuple[Ref, Ref]]) -> str:
+        """Where what leads to these values differs."""
+        one, two = self.first.graph, self.later.graph
         seen: set[tuple[Ref, Ref]] = set()
         while stack:
             pair = stack.pop()
@@ -102,6 +117,12 @@ class ForwardComparison:
             if own:
                 found.add(node.name)
         return frozenset(found)
+
+
+def _question(guard: Guard) -> Any:
+    """What a guard asks, and the recorded answer, without the names of values."""
+    args = _skeleton((guard.args, tuple([value for _, value in guard.kwargs])))
+    return guard.target.name, guard.kind, args, len(guard.refs), type(guard.result), repr(guard.result)
 
 
 def _skeleton(tree: Any) -> Any:
