@@ -158,6 +158,7 @@ from replaylens._sweep.batched_ops import BatchedOp as BatchedOp
 from replaylens._sweep.narrowed_product import narrowed_product as narrowed_product
 from replaylens._sweep.prepared_program import PreparedProgram as PreparedProgram, selected_rows as selected_rows
 from replaylens._torchlens.names import Alias as Alias, TorchLensNames as TorchLensNames
+from replaylens._view import layered_layout as layered_layout
 from replaylens._view.grouping import ViewOptions as ViewOptions, scene_of as scene_of
 from replaylens._view.layered_layout import Track as Track, frame_rows as frame_rows
 from replaylens._view.overlays import Diff as Diff
