@@ -52,6 +52,7 @@ from ._replay.record import Record, completed_record, detached, keeping_only
 from ._replay.request import Request
 from ._replay.resolve_patches import bound_patches
 from ._replay.supply import Run
+from ._store.bind import bound_to_itself
 from ._store.objects import Kind, register, written
 from ._store.programs import ProgramData, program_digest, program_json, read_program, state_of_models
 from ._store.read_trees import TreeReader
@@ -698,8 +699,9 @@ def program_of(data: ProgramData, beginning: ForwardState | None = None) -> Prog
     """The program that a file holds."""
     if not data.has_values:
         return Program(_outline=data.record, _history=data.history)
-    output = thaw(data.record.graph.output, lambda leaf: _output_leaf(data.record, leaf))
-    return Program(_record=data.record, _output=output, _history=data.history, _grads=data.grads, _beginning=beginning)
+    record = data.record if data.record.live else bound_to_itself(data.record)
+    output = thaw(record.graph.output, lambda leaf: _output_leaf(record, leaf))
+    return Program(_record=record, _output=output, _history=data.history, _grads=data.grads, _beginning=beginning)
 
 
 def _output_leaf(record: Record, leaf: Any) -> Any:

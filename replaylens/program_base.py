@@ -439,8 +439,8 @@ class ProgramBase(ProgramMetadata, ValueSource):
             raise
         if not self._beginning.knows_generator and not request.fresh and any(map(_draws_on, made.record.graph.calls)):
             raise DivergedReplay(
-                "the model was run, and it draws random numbers where the recorded forward drew none: which ones it "
-                "would have drawn then, the file does not say. Give it a path on which it draws none, or capture the model."
+                "the model was run, and it draws random numbers where the recorded forward drew none: which ones "
+                "it would have drawn then, the file does not say. Capture the model."
             )
         output = thaw(made.record.graph.output, lambda leaf: made.record.values[leaf] if type(leaf) is Ref else leaf)
         prog = self._derived(made.record, output, "run again with patches")

@@ -6,9 +6,11 @@ not torch's own is refused before anything of it is looked up; see allowed.py.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import c_char
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
@@ -80,7 +82,7 @@ def written(
     the script itself are found by pickle's own rules.
     """
     kind = _kind_of(what)
-    with without_function_modes(), outside_of_transforms(), torch.inference_mode(False), torch.no_grad():
+    with _collecting_later(), without_function_modes(), outside_of_transforms(), _plainly():
         writer = TreeWriter(Pool(), is_pickled=is_pickled)
         try:
             finished = finished_by(writer) if finished_by is not None else kind.write(writer, what)
@@ -219,15 +221,15 @@ def load_object(
     """
     needs_trust((), trust)  # whoever gives nonsense is told so, and not that the file is bad
     bound = References(references)
-    file = opened(source, use_mmap)
-    container = file.container
-    with reading(container.name):
-        if verify:
-            container.verify()
-    pool = PoolReader(container.block, len(container.entries))
-    return read_parsed(
-        Parsed(container.name, container.kind, file.tables, file.body, pool), trust, functions, read, bound
-    )
+    with _collecting_later():
+        file = opened(source, use_mmap)
+        container = file.container
+        with reading(container.name):
+            if verify:
+                container.verify()
+        pool = PoolReader(container.block, len(container.entries))
+        parsed = Parsed(container.name, container.kind, file.tables, file.body, pool)
+        return read_parsed(parsed, trust, functions, read, bound)
 
 
 class Parsed(NamedTuple):
@@ -258,6 +260,27 @@ def read_parsed(
         reader = TreeReader(parsed.tables, parsed.pool, resolve, references=references)
         reader.graph = lambda inner: read_graph(reader, inner)
         return (read or read_kind)(reader, parsed.kind, parsed.body)
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """A block outside of inference mode, without gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """A block in which Python's garbage collector does not run: thousands of new objects, none of them garbage, would
+    have it look at all of torch's.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _resolver(

@@ -11,6 +11,7 @@ is not dense begins with a word: `["coo", ...]`. Histories are not kept; `requir
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -196,9 +197,15 @@ class PoolReader:
     storage: Callable[[int], torch.UntypedStorage]
     count: int  # of blocks
     _known: dict[int, torch.Tensor] = field(factory=dict)  # of each storage, all of it as bytes
+    _alone: set[int] = field(factory=set)  # the blocks in which one tensor lies
     _room: int = (
         2**20
     )  # how many bytes may still be copied: a file may say the same block, and the same byte of one, often
+
+    def expect(self, rows: list[Any]) -> None:
+        """Says which rows will be asked for: a block that one row names needs no write counter that is shared."""
+        counts = Counter([row[0] for row in rows if type(row) is list and row and type(row[0]) is int])
+        self._alone = {number for number, count in counts.items() if count == 1}
 
     def tensor(self, row: Any, spec: TensorSpec | None = None) -> torch.Tensor:
         """The tensor of a row."""
@@ -228,6 +235,7 @@ class PoolReader:
         self, number: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
     ) -> torch.Tensor:
         _require(type(number) is int and 0 <= number < self.count and len(shape) == len(strides))
+        is_alone = number in self._alone and number not in self._known
         if number not in self._known:
             self._known[number] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage(number))
             self._room += 4 * self._known[number].nbytes
@@ -238,8 +246,11 @@ class PoolReader:
             if (last + 1) * dtype.itemsize > whole.nbytes:
                 raise BadFile("a tensor is said to reach beyond its memory")
         with torch.no_grad():  # all tensors of a storage share its write counter, and none is a view
-            typed = whole[: whole.nbytes - whole.nbytes % dtype.itemsize].view(dtype)
-            made = typed.as_strided(shape, strides, offset).detach()
+            if is_alone:
+                made = torch.empty(0, dtype=dtype, device="cpu").set_(whole.untyped_storage(), offset, shape, strides)
+            else:
+                typed = whole[: whole.nbytes - whole.nbytes % dtype.itemsize].view(dtype)
+                made = typed.as_strided(shape, strides, offset).detach()
         if dtype is torch.bool and made.numel():
             _require_bools(made)
         return made

@@ -230,7 +230,8 @@ _PARTS = {"graph", "draws", "account", "history", "saved", "has_values", "grads"
 
 def _read_values(reader: TreeReader, graph: Graph, rows: Json) -> dict[Ref, torch.Tensor]:
     found: dict[Ref, torch.Tensor] = {}
-    for row in items(rows):
+    reader.pool.expect([row[-1] for row in items(rows) if type(row) is list and row])
+    for row in rows:
         at, *path, place = items(row, 2, 3)
         if type(at) is not int or not 0 <= at < len(graph):
             bad("a value is said to be that of no node")
@@ -240,7 +241,7 @@ def _read_values(reader: TreeReader, graph: Graph, rows: Json) -> dict[Ref, torc
         if spec is None or ref in found:
             bad(f"{ref} has two values, or is none of the program")
         tensor = reader.pool.tensor(place, spec)
-        if not _fits(tensor, spec):
+        if len(place) > 3 and not _fits(tensor, spec):  # others are made as the spec says
             bad(f"{ref} is said to be {spec}, and has another value")
         found[ref] = generator_state(reader.pool.copied(tensor)) if at in graph.state_of else tensor
     return found
