@@ -3,6 +3,7 @@ saving fails.
 """
 
 import copy
+import enum
 import errno
 import io
 import json
@@ -1011,3 +1012,250 @@ def output_tensors(value):
 
 def test_the_newest_version_has_a_file():
     assert (FILES / f"program_{container.VERSION}.rlp").exists()
+
+
+# -- found from outside ------------------------------------------------------------------------------------------------
+
+
+def test_loaded_values_that_share_memory_share_a_write_counter():
+    back = there_and_back(rl.capture(lambda x: (x * 2).view(-1), torch.ones(2, 2)))
+    back.output.add_(100)
+    with pytest.raises(rl.StaleValue, match="mul_1_1"):
+        _ = back["mul_1"].value
+    with pytest.raises(rl.StaleValue):
+        back.replay(from_="mul_1")
+
+
+@pytest.mark.parametrize("copy_of", [there_and_back, lambda prog: pickle.loads(pickle.dumps(prog))])
+def test_what_is_done_to_the_parameters_of_a_loaded_program_is_noticed(copy_of):
+    torch.manual_seed(0)
+    x = torch.randn(3, 2)
+    prog = rl.capture(nn.Linear(2, 2), x)
+    trained, written = copy_of(prog), copy_of(prog)
+    module = trained.module()
+    optimizer = torch.optim.Adam(module.parameters(), 0.1, fused=True)
+    module(x).sum().backward()
+    optimizer.step()
+    written.state["weight"].data.mul_(3)
+    for back in (trained, written):
+        with pytest.raises(rl.StaleValue, match="weight"):
+            back.replay()
+        with pytest.raises(rl.StaleValue, match="weight"):
+            saved(back)
+    assert same(trained.refresh().output, module(x).detach())
+
+
+def test_a_frozen_parameter_stays_frozen_in_the_module_of_a_loaded_program():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].weight.requires_grad_(False)
+    module = there_and_back(rl.capture(model, torch.ones(1, 2))).module()
+    assert {name: one.requires_grad for name, one in module.named_parameters()} == {
+        name: one.requires_grad for name, one in model.named_parameters()
+    }
+
+
+def test_memory_that_left_torch_stays_a_fact():
+    numpy = pytest.importorskip("numpy")
+
+    def model(x):
+        return torch.from_numpy(numpy.asarray(x).flatten("K"))
+
+    x = torch.arange(6.0).view(2, 3)
+    other = x.t().contiguous().t()
+    prog = rl.capture(model, x)
+    with pytest.raises(rl.DivergedReplay):
+        there_and_back(prog).replay(other)
+    assert same(rl.load(saved(prog), state=model).replay(other).output, model(other))
+
+
+class Until(nn.Module):
+    def __init__(self, limit):
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, x):
+        while x.norm() < self.limit:
+            x = x * 2
+        return x
+
+
+class Drawing(nn.Module):
+    def forward(self, x):
+        torch.rand(2)
+        return torch.dropout(x, 0.5, True) if x.sum() > 0 else x
+
+
+class Dropping(nn.Module):
+    def forward(self, x):
+        return torch.dropout(x, 0.5, True) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "other", "factor"),
+    [
+        (Until(10), Until(12), 20),
+        (lambda x: x if x.max() < 5 else -x, lambda x: x if x.min() < 5 else -x, 20),
+        (lambda x: x * 2 if x.sum() > 0 else x, lambda x: x * 2, -20),
+        (Dropping(), Drawing(), -20),
+    ],
+    ids=["a limit", "another question", "no question", "another draw"],
+)
+def test_a_model_that_differs_in_what_python_reads_or_draws_is_not_run(model, other, factor):
+    prog, x = rl.capture(model, torch.ones(2)), factor * torch.ones(2)
+    assert prog.replay(x).diverged
+    assert rl.load(saved(prog), state=model).replay(x).diverged
+    with pytest.raises(rl.StaleValue, match="is not the one that was recorded"):
+        rl.load(saved(prog), state=other).replay(x)
+
+
+def test_numbers_that_a_file_cannot_know_are_not_drawn():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else x + torch.rand(2)
+
+    back = rl.load(saved(rl.capture(Noisy(), torch.ones(2))), state=Noisy())
+    with pytest.raises(rl.DivergedReplay, match="draws random numbers where the recorded forward drew none"):
+        back.replay(-torch.ones(2))
+
+
+def test_a_bound_slice_is_not_the_model():
+    class Halved(nn.Module):
+        def forward(self, x):
+            hidden = torch.relu(x)
+            return hidden if x.sum() > 0 else hidden * 2
+
+    model = Halved()
+    part = rl.capture(model, torch.ones(2)).slice(to="relu_1")
+    with pytest.raises(rl.DivergedReplay):
+        rl.load(saved(part), state=model).replay(torch.tensor([1.0, -3.0]))
+
+
+def test_a_slice_is_saved_as_it_is():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    x = torch.randn(2, 4)
+    for prog in (rl.capture(model, x), rl.capture(model, x, save="none")):
+        for part in (prog.slice(to="linear_1"), prog.slice("relu_1"), prog.slice("linear_1", "relu_1")):
+            back = there_and_back(part)
+            assert same(back.output, part.output)
+            assert replay_bits(back) == replay_bits(part)
+
+
+def test_inputs_are_compared_by_what_is_known_of_them():
+    from decimal import Decimal
+
+    numpy = pytest.importorskip("numpy")
+    x = torch.ones(6)
+    back = there_and_back(rl.capture(lambda x, d: x * float(d), x, Decimal("2.5")))
+    for number in [Decimal(3) for _ in range(300)]:
+        with pytest.raises(rl.InputMismatch):
+            back.replay(x, number)
+    back = there_and_back(rl.capture(lambda x, a: x.reshape(*a.shape).sum(0), x, numpy.zeros((2, 3))))
+    assert back.replay(x, numpy.zeros((2, 3))).output.shape == (3,)
+    with pytest.raises(rl.InputMismatch):
+        back.replay(x, numpy.zeros((3, 2)))
+    back = there_and_back(rl.capture(lambda x, act: act(x), x, torch.nn.functional.relu))
+    assert same(back.replay(-x, torch.nn.functional.relu).output, torch.zeros(6))
+    with pytest.raises(rl.InputMismatch):
+        back.replay(-x, torch.nn.functional.gelu)
+    names = {"a", "bb", "ccc"}  # another process walks over them in another order
+    back = there_and_back(rl.capture(lambda x, names: x * len(names), x, names))
+    with pytest.raises(rl.InputMismatch):
+        back.replay(x, names)
+
+
+def test_the_digest_holds_no_address():
+    class Kind(enum.Enum):
+        ONE = 1
+        TWO = 2
+
+    def digest():
+        return rl.capture(lambda x, kind, thing: x * kind.value, torch.ones(2), Kind.TWO, object()).digest
+
+    kept = [object() for _ in range(50)]
+    assert digest() == digest()
+    assert kept
+    back = there_and_back(rl.capture(lambda x, kind: x * kind.value, torch.ones(2), Kind.TWO))
+    assert same(back.replay(torch.ones(2), Kind.TWO).output, torch.full((2,), 2.0))
+    with pytest.raises(rl.InputMismatch):
+        back.replay(torch.ones(2), Kind.ONE)
+
+
+def test_what_stands_beside_a_structure_that_holds_itself_stays_where_it_is():
+    class Kind(enum.Enum):
+        ONE = 1
+        TWO = 2
+
+    class Node:
+        def __init__(self, parent=None):
+            self.parent, self.child = parent, self if parent is None else None
+            self.near = [parent, {"me": self}]
+
+    def model(x):
+        ring = [x]
+        ring.append(ring)
+        first = Node()
+        first.child = Node(first)
+        return ring, Kind.ONE, Kind.TWO, Kind.ONE, first, numpy_number(), Kind.TWO
+
+    prog = rl.capture(model, torch.ones(1))
+    back = there_and_back(prog)
+    assert [back.output[n]._name_ for n in (1, 2, 3, 6)] == ["ONE", "TWO", "ONE", "TWO"]
+    assert back.output[0][1] is back.output[0]
+    assert back.output[5] == numpy_number()
+    assert type(back.output[4].child).__name__ == "Node"
+    assert saved(back) == saved(prog)
+
+
+def numpy_number():
+    return pytest.importorskip("numpy").float64(0.5)
+
+
+def test_arguments_whose_class_a_function_of_the_users_may_ask_for_are_refused():
+    class Mode(enum.IntEnum):
+        A = 1
+
+    with pytest.raises(rl.CannotSave, match="Mode, and may ask for its class, which no file holds"):
+        saved(rl.capture(lambda x: Twice.apply(x, Mode.A), torch.ones(2)))
+    assert same(there_and_back(rl.capture(lambda x: x + Mode.A, torch.ones(2))).output, torch.full((2,), 2.0))
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mode):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None
+
+
+def test_tensors_without_memory_are_saved():
+    prog = rl.capture(lambda x: x + 1, torch._efficientzerotensor((3,)))
+    assert same(there_and_back(prog).output, torch.ones(3))
+    assert there_and_back(prog).digest == prog.digest
+
+
+def test_a_pipe_is_written_to_and_not_replaced(prog, tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    child = os.fork()
+    if child == 0:
+        try:
+            data = path.read_bytes()
+            (tmp_path / "read.rlp").write_bytes(data)
+        finally:
+            os._exit(0)
+    prog.save(path)
+    os.waitpid(child, 0)
+    assert path.is_fifo()
+    assert rl.load(tmp_path / "read.rlp").digest == prog.digest
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path):
+    path = tmp_path / "old.rlp"
+    path.write_bytes(b"old")
+    odd = torch.tensor([2, 3], dtype=torch.uint8).view(torch.bool)
+    with pytest.raises(rl.CannotSave, match="could not be read again, so none is written"):
+        rl.capture(lambda x: x.clone(), odd).save(path)
+    assert path.read_bytes() == b"old"

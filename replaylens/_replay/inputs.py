@@ -23,7 +23,18 @@ from .._ir.node import Input, Ref, State, TensorSpec, specs_of
 from .._ir.runtime import outside_inference
 from .._ir.struct import Struct
 from .._ir.torch_private import is_wrapped
-from .._ir.trees import ADDRESS, ATOMS, BackReference, Branch, fingerprint, freeze_deep, named_items, thaw_shared, walk
+from .._ir.trees import (
+    ADDRESS,
+    ATOMS,
+    BackReference,
+    Branch,
+    fingerprint,
+    freeze_deep,
+    is_array,
+    named_items,
+    thaw_shared,
+    walk,
+)
 from ..errors import InputMismatch
 from .guards import Departure
 
@@ -327,6 +338,8 @@ def _same_literal(one: Any, other: Any, recorded_print: str | None) -> bool:
         return _is_known_by_name(one, other, recorded_print)
     if isinstance(one, type) and issubclass(one, Struct) and isinstance(other, type):
         return _class_name(one) == _class_name(other)
+    if type(one) is type(other) and is_array(type(one)):  # type: ignore[arg-type]
+        return fingerprint(one) == fingerprint(other)
     try:
         if type(one) is type(other) and isinstance(one, (float, complex)):
             return repr(one) == repr(other)  # -0.0 is not 0.0, and NaN is NaN
@@ -344,6 +357,8 @@ def _is_known_by_name(one: Struct, other: Any, recorded_print: str | None) -> bo
     if isinstance(other, (FunctionType, BuiltinFunctionType)):
         name = getattr(other, "__module__", None), other.__qualname__
         return _class_name(type(one)) == name and "<" not in other.__qualname__
+    if isinstance(other, Set):  # whose order another process may not have
+        return False
     shows_itself = recorded_print is not None and ADDRESS.search(recorded_print) is None
     return shows_itself and _class_name(type(one)) == _class_name(type(other))
 
