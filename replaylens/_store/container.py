@@ -320,6 +320,8 @@ def _opened(
         raise BadFile(f"{name} is no file of replaylens: its tensors do not begin at a multiple of {ALIGNMENT} bytes.")
     if not all(isinstance(one, str) for one in metadata.values()):
         raise BadFile(f"{name} has something other than texts in its metadata.")
+    if not all(map(str.isascii, metadata.values())):
+        raise BadFile(f"{name} has letters in its metadata that it would have in another form.")
     version = metadata.get("version", "")
     if not version.isascii() or not version.isdigit() or len(version) > 9 or int(version) < 1:
         raise BadFile(f"{name} does not say which version of the format it has.")
@@ -375,7 +377,7 @@ def parsed_json(text: str | bytes, name: str) -> Any:
         made = json.loads(
             words, object_pairs_hook=_without_doubles, parse_constant=_refused, parse_int=_integer, parse_float=_float
         )
-        if "\\ud" in words or "\\uD" in words:
+        if "\\ud" in words or "\\uD" in words or not words.isascii():
             json.dumps(made, ensure_ascii=False).encode()  # fails at half of a character, which nothing can print
         return made
     except (ValueError, RecursionError) as error:
@@ -384,8 +386,6 @@ def parsed_json(text: str | bytes, name: str) -> Any:
 
 def _require_modest(words: str) -> None:
     """Raise if a text is one that nobody writes: `[[],[],[]` takes twenty times its length, once it is parsed."""
-    if not words.isascii():
-        raise ValueError("a character is not ASCII")
     if 100 * words.count("[") + 200 * words.count("{") > 18 * len(words) + 1_000_000:
         raise ValueError("there are more brackets than there is between them")
 

@@ -33,6 +33,7 @@ from .pool import PoolReader, device_named, dtype_named, natural, sizes
 from .write_trees import CLASSES, CONTAINERS, CONTROLS, LAYOUTS, MEMORY_FORMATS, TABLES, VIEWS
 
 Json = Any
+_MOST_CLASSES = 2000
 _LONGEST_RANGE = 2**24  # torch makes a list of it
 
 
@@ -119,7 +120,7 @@ class Room:
     text: int = 4_000_000  # characters that names and lines of code have where they are shown
     items: int = 100_000  # of containers that occur again
     depth: int = 200  # of trees
-    classes: int = 2_000  # of the user's
+    classes: dict[tuple[str, ...], type[Struct]] = field(factory=dict)  # of the user's
     tables: Any = ()
 
     def say(self, *words: str) -> None:
@@ -148,10 +149,12 @@ class Room:
 
     def name_class(self, module: str, name: str, form: str) -> type[Struct]:
         """The class that stands for a user's."""
-        self.classes -= 1
-        if self.classes < 0:
-            bad("more classes are named than anybody has")
-        return struct_class(module, name, form)
+        found = self.classes.get((module, name, form))
+        if found is None:
+            found = self.classes[module, name, form] = struct_class(module, name, form)
+            if len(self.classes) > _MOST_CLASSES:
+                bad("more classes are named than anybody has")
+        return found
 
 
 def _characters(json: Json) -> int:
