@@ -23,6 +23,7 @@ from .._ir.trees import leaves_of, part_at, thaw
 from .report import Finding, finding_at
 
 LARGE = 2**26  # bytes of a value that are not asked about
+_OWN = f"{Target.__module__.rpartition('.')[0]}."  # what stands for calls of torch's
 
 
 def oversized(graph: Graph) -> Iterator[Finding]:
@@ -54,7 +55,7 @@ def _is_torchs(call: Call) -> bool:
 
 
 def _is_known(name: str) -> bool:
-    return name.startswith(("torch.", "replaylens._ir.")) and not name.endswith(".apply")
+    return name.startswith(("torch.", _OWN)) and not name.endswith(".apply")
 
 
 def _blank(spec: TensorSpec) -> torch.Tensor | None:

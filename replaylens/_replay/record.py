@@ -92,6 +92,7 @@ class Record:
     lent: Mapping[str, tuple[str, torch.Tensor]] = field(
         factory=dict
     )  # by address: tensors of the model in the memory of an input, that input, and what was there
+    is_from_file: bool = False  # else a capture, or edits of one, have made it
     absent: Mapping[str, bytes] = field(factory=dict)  # by node: digests of state that a file was saved without
     caches: dict[Cache[Any, Any], dict[Any, Any]] = field(factory=dict, init=False)  # of this very record alone
 

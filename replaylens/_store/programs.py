@@ -214,6 +214,7 @@ def read_program(reader: TreeReader, json: Json) -> ProgramData:
         draws,
         account=_read_account(reader, graph, given["account"]),
         saved=saved,
+        is_from_file=True,
         absent=digests,
     )
     if has_values:
