@@ -236,6 +236,19 @@ def raw_state(tensor: torch.Tensor) -> RawState:
     return known[0], known[2], known[3].tobytes(), 0, known[3]
 
 
+def beginning_of(tensor: torch.Tensor) -> RawState:
+    """Address, layout, and the first words of a tensor: of one in a mapped file, of which each page is dear that is
+    read before it is needed. What is done to all of a tensor is seen there.
+    """
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not tensor.is_cpu or not tensor.nbytes:
+        return NO_RAW_STATE
+    address, layout = tensor.data_ptr(), layout_of(tensor)
+    if not tensor.is_contiguous():
+        return address, layout, None, 0, None
+    first = _window(address, min(tensor.nbytes, 8 * SAMPLES))
+    return address, layout, first.tobytes(), 0, first
+
+
 def _look_at_anew(tensor: torch.Tensor) -> RawState:
     if type(tensor) not in PLAIN:
         return None, (None, None, tensor.dtype), None, 0, None

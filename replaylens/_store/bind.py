@@ -24,7 +24,7 @@ from .._capture.snapshot import ForwardState, RngState, Snapshot
 from .._ir.equality import same
 from .._ir.label import Naming
 from .._ir.memory import have_same_address, version_of
-from .._ir.model_state import StatePlace, attribute_at, fused_steps, raw_state
+from .._ir.model_state import StatePlace, attribute_at, beginning_of, fused_steps, raw_state
 from .._ir.node import Const, Generator, Ref, State, TensorSpec
 from .._ir.struct import Struct
 from .._ir.trees import Branch, leaves, thaw_shared
@@ -77,7 +77,7 @@ def bound_to_itself(record: Record) -> Record:
             continue
         if node.kind == "parameter":
             values[ref] = tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)
-        live[node.name], look = tensor, raw_state(tensor)
+        live[node.name], look = tensor, beginning_of(tensor)
         held = (dict.fromkeys((node.address, *node.aliases), tensor),)
         for address in held[0]:
             places[address] = StatePlace(address, "parameter", tensor, held, look, steps)

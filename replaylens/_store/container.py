@@ -374,9 +374,7 @@ def parsed_json(text: str | bytes, name: str) -> Any:
     try:
         words = text if isinstance(text, str) else text.decode("ascii")
         _require_modest(words)
-        made = json.loads(
-            words, object_pairs_hook=_without_doubles, parse_constant=_refused, parse_int=_integer, parse_float=_float
-        )
+        made = json.loads(words, object_pairs_hook=_without_doubles, parse_constant=_refused, parse_float=_float)
         if "\\ud" in words or "\\uD" in words or not words.isascii():
             json.dumps(made, ensure_ascii=False).encode()  # fails at half of a character, which nothing can print
         return made
@@ -399,12 +397,6 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refused(word: str) -> Any:
     raise ValueError(f"{word} is no number of JSON")
-
-
-def _integer(word: str) -> int:
-    if len(word) > 20:
-        raise ValueError("a number has more than 20 digits")
-    return int(word)
 
 
 def _float(word: str) -> float:

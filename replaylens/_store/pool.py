@@ -42,6 +42,7 @@ _SHOWN = {  # what viewers of safetensors files know; anything else is shown as 
     torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
 }  # fmt: skip
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
+_NOT_DENSE = frozenset((*_QUANTIZED, *[dtype for dtype in DTYPES.values() if "bits" in str(dtype)]))
 _SPARSE = {
     "coo": torch.sparse_coo, "csr": torch.sparse_csr, "csc": torch.sparse_csc, "bsr": torch.sparse_bsr,
     "bsc": torch.sparse_bsc,
@@ -196,7 +197,8 @@ class PoolReader:
 
     storage: Callable[[int], torch.UntypedStorage]
     count: int  # of blocks
-    _known: dict[int, torch.Tensor] = field(factory=dict)  # of each storage, all of it as bytes
+    _storages: dict[int, torch.UntypedStorage] = field(factory=dict)
+    _wholes: dict[int, torch.Tensor] = field(factory=dict)  # of storages in which several lie: all of it, as bytes
     _alone: set[int] = field(factory=set)  # the blocks in which one tensor lies
     _room: int = (
         2**20
@@ -235,22 +237,23 @@ class PoolReader:
         self, number: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
     ) -> torch.Tensor:
         _require(type(number) is int and 0 <= number < self.count and len(shape) == len(strides))
-        is_alone = number in self._alone and number not in self._known
-        if number not in self._known:
-            self._known[number] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage(number))
-            self._room += 4 * self._known[number].nbytes
-        whole = self._known[number]
-        _require(dtype not in _QUANTIZED and "bits" not in str(dtype) and prod(shape) < _MOST_ELEMENTS)
-        if prod(shape):
-            last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-            if (last + 1) * dtype.itemsize > whole.nbytes:
+        storage = self._storages.get(number)
+        if storage is None:
+            storage = self._storages[number] = self.storage(number)
+            self._room += 4 * storage.nbytes()
+        nbytes, count = storage.nbytes(), prod(shape)
+        _require(dtype not in _NOT_DENSE and count < _MOST_ELEMENTS)
+        if count:
+            last = offset + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
+            if (last + 1) * dtype.itemsize > nbytes:
                 raise BadFile("a tensor is said to reach beyond its memory")
-        with torch.no_grad():  # all tensors of a storage share its write counter, and none is a view
-            if is_alone:
-                made = torch.empty(0, dtype=dtype, device="cpu").set_(whole.untyped_storage(), offset, shape, strides)
-            else:
-                typed = whole[: whole.nbytes - whole.nbytes % dtype.itemsize].view(dtype)
-                made = typed.as_strided(shape, strides, offset).detach()
+        if number in self._alone and number not in self._wholes:
+            made = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
+        else:  # all tensors of a storage share its write counter, and none is a view
+            if number not in self._wholes:
+                self._wholes[number] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            typed = self._wholes[number][: nbytes - nbytes % dtype.itemsize].view(dtype)
+            made = typed.as_strided(shape, strides, offset).detach()
         if dtype is torch.bool and made.numel():
             _require_bools(made)
         return made

@@ -290,14 +290,16 @@ class TreeReader:
             return Ref(line(node), tuple(map(natural, path)))
         if word != "r" or type(node) is not int or not 0 <= node < len(self.names):
             bad(f"{row!r:.40} is no value of a node")
-        self.room.say(self.names[node])
-        return Ref(self.names[node], tuple(map(natural, path)))
+        name = self.names[node]
+        if len(name) > 100:  # asked here: most are short, and there are many
+            self.room.say(name)
+        return Ref(name, tuple(map(natural, path)))
 
     def value(self, json: Json) -> Any:
         """A tree of what a call is given."""
         kind = type(json)
         if kind is not list:
-            return json if kind is not dict else bad("a mapping stands where an argument should")
+            return _plain(json) if kind is int or kind is dict else json
         if not json or type(json[0]) is not str:
             bad(f"{json!r:.40} is no argument")
         word = json[0]
@@ -410,7 +412,7 @@ class TreeReader:
     def _inert(self, json: Json) -> Any:
         """A leaf of a structure."""
         if type(json) is not list:
-            return json if type(json) is not dict else bad("a mapping stands where a value should")
+            return _plain(json)
         word = items(json, 1)[0]
         if word == "r" or word == "R":
             return self.ref(json)
@@ -449,6 +451,18 @@ def _spread(keys: tuple[Any, ...]) -> tuple[Any, ...]:
 
 _OWN_HASH, _MOST_KEYS = frozenset((str, bytes, bool, float, type(None))), 2000
 _WITH_IDENTITY = frozenset(("set", "frozenset", "object", "L", "D", "generator", "array"))
+
+
+def _plain(json: Json) -> Any:
+    """A value that stands for itself. Larger numbers are written otherwise."""
+    if type(json) is dict:
+        bad("a mapping stands where a value should")
+    if type(json) is int and not -_LARGE < json < _LARGE:
+        bad("a number is larger than those that stand for themselves")
+    return json
+
+
+_LARGE = 2**62
 
 
 def _known(table: Mapping[str, Any], word: Any) -> Any:
