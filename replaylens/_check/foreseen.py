@@ -51,11 +51,12 @@ def _oversized(graph: Graph) -> Iterator[Finding]:
 def _is_torchs(call: Call) -> bool:
     """True if all that it runs is torch's, or stands for a call of torch's. A gradient inside runs what has run."""
     functions = (call.target, *leaves_of(Target, (call.args, tuple([value for _, value in call.kwargs]))))
-    return not isinstance(call, InnerGradient) and all(_is_known(one.name) for one in functions)
+    return not isinstance(call, InnerGradient) and all(map(_is_known, functions))
 
 
-def _is_known(name: str) -> bool:
-    return name.startswith(("torch.", _OWN)) and not name.endswith(".apply")
+def _is_known(target: Target) -> bool:
+    is_ours = target.name.startswith(("torch.", _OWN)) and not target.name.endswith(".apply")
+    return is_ours and not target.is_of_a_library
 
 
 def _blank(spec: TensorSpec) -> torch.Tensor | None:
