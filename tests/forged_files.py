@@ -183,6 +183,46 @@ def _long_range(parts: Parts) -> None:
     nodes(parts)[3][4].append(["range", 0, 10**15, 1])
 
 
+# -- places that are none ----------------------------------------------------------------------------------------------
+
+
+def _input_nowhere(parts: Parts) -> None:
+    parts.text["body"]["graph"]["inputs"] = ["t", ["t", 1], ["c", "dict", [], []]]
+
+
+def _input_by_no_path(parts: Parts) -> None:
+    nodes(parts)[0][2] = ["t", ["r", 0]]
+
+
+def _result_nowhere(parts: Parts) -> None:
+    nodes(parts)[5].append({"returns": ["t", ["r", 5, 7]]})
+
+
+def _result_of_another(parts: Parts) -> None:
+    nodes(parts)[5].append({"returns": ["r", 4]})
+
+
+def _result_that_is_not_given(parts: Parts) -> None:
+    nodes(parts)[8][4][0] = ["r", 5, 3]
+
+
+def _read_before_it_is_there(parts: Parts) -> None:
+    nodes(parts)[4][4][0] = ["r", 5]
+
+
+def _output_of_no_node(parts: Parts) -> None:
+    with_output(parts, ["R", "nobody"])
+
+
+def _guard_outside(parts: Parts) -> None:
+    parts.text["tables"]["names"].append("torch.Tensor.__bool__")
+    parts.text["body"]["graph"]["guards"] = [[["named", 0], [["r", 3]], {"position": 99}]]
+
+
+def _runs_itself_again(parts: Parts) -> None:
+    nodes(parts)[5].append({"through": ["relu_1_3"]})
+
+
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +391,15 @@ FORGED: dict[str, tuple[Forge, str]] = {
     "a key without a hash": (_key_without_hash, "unhashable"),
     "a key that is no number": (_key_that_is_no_number, "lawful"),
     "a long range": (_long_range, "a range has more numbers"),
+    "an input that stands nowhere": (_input_nowhere, "stands nowhere among them"),
+    "an input by no path": (_input_by_no_path, "is no size"),
+    "a result that lies nowhere": (_result_nowhere, "does not lie where it says"),
+    "a result of another": (_result_of_another, "which is another node's"),
+    "a result that is not given": (_result_that_is_not_given, "which no earlier node gives"),
+    "a value read before it is there": (_read_before_it_is_there, "which no earlier node gives"),
+    "an output of no node": (_output_of_no_node, "which no node gives"),
+    "a guard outside": (_guard_outside, "outside of 0..9"),
+    "a call that runs itself again": (_runs_itself_again, "which does not run before it"),
     "an expanded value": (_expanded, "lawful"),
     "a value expanded beyond measure": (_expanded_beyond_measure, "numbers that no tensor has"),
     "expanded bools": (_expanded_bools, "bools holds other numbers"),

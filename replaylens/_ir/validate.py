@@ -222,6 +222,10 @@ def _nowhere(graph: Graph) -> Iterator[Problem]:
         for ref in shown:
             if not _is_given(graph, ref):
                 yield Problem(call.name, "reference", f"shows {ref}, which it does not give")
+    given = {ref.node for ref in refs_in(graph.inputs)}
+    for node in graph.input_nodes if graph.inputs else ():
+        if node.name not in given:
+            yield Problem(node.name, "reference", "is an input, and stands nowhere among them")
     for ref in sorted(graph.detached_inputs, key=str):
         if not _is_given(graph, ref):
             yield Problem(ref.node, "reference", "is an input of a slice, and no node")

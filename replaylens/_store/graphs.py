@@ -157,6 +157,7 @@ def _read_node(reader: TreeReader, row: Json, name: str) -> Node:
         steps = reader.structure(path)
         if type(steps) is not tuple:
             bad("an input has no path")
+        steps = tuple([line(step) if type(step) is str else natural(step) for step in steps])
         return Input(name, steps, reader.spec(spec), optional(partial(_python_type, reader), kind))
     if word == "state":
         _, _, kind, spec, *where = items(row, 4, 6)
