@@ -1,0 +1,81 @@
+"""Files that replace none: a name that is taken gets a number, and what is written is whole or not there.
+
+In: a path, bytes. Out: a file next to those of earlier runs (`run.jsonl`, `run-2.jsonl`, ...), open for appending.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+LONGEST = 120  # bytes of a file name: every file system takes 255, and a number and a suffix come on top
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+class NewFile:
+    """A file of its own. A write that the disk takes in part only is taken back before it raises, so that the file
+    always ends with a whole line or fragment.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._descriptor = claim(Path(path))
+        self._end = 0
+
+    def append(self, data: bytes) -> None:
+        """Write at the end, at once."""
+        written = os.write(self._descriptor, data)
+        if written != len(data):
+            os.ftruncate(self._descriptor, self._end)
+            os.lseek(self._descriptor, self._end, os.SEEK_SET)
+            raise OSError(errno.ENOSPC, "no room for a whole record", str(self.path))
+        self._end += written
+
+    def replace(self, data: bytes, at: int) -> None:
+        """Write over what is there already."""
+        os.lseek(self._descriptor, at, os.SEEK_SET)
+        os.write(self._descriptor, data)
+        os.lseek(self._descriptor, self._end, os.SEEK_SET)
+
+    def step_back(self, size: int) -> None:
+        """The next append replaces the last `size` bytes."""
+        self._end -= size
+        os.lseek(self._descriptor, self._end, os.SEEK_SET)
+
+    def close(self) -> None:
+        """The descriptor is given back. Again: nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+def claim(path: Path) -> tuple[Path, int]:
+    """A path that was free, and its descriptor: no other process can have taken it in between."""
+    for one in numbered(path):
+        with suppress(FileExistsError):
+            return one, os.open(one, FLAGS, 0o644)
+    raise AssertionError("numbers do not end")
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """`run.csv`, `run-2.csv`, `run-3.csv`, ..."""
+    yield path
+    for number in count(2):
+        yield path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+def title(name: str) -> str:
+    """How a watched name is shown: the model itself has the empty one."""
+    return name or "model"
+
+
+def file_name(name: str) -> str:
+    """A name of a layer as that of a file: never a path, and not longer than file systems take."""
+    plain = re.sub(r"[^\w.\-]+", "_", title(name)).strip(".") or "_"
+    return plain.encode(errors="ignore")[:LONGEST].decode(errors="ignore")
