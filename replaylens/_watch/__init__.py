@@ -1,0 +1,1 @@
+"""Watching a training run from outside, and keeping the step that went wrong."""

@@ -1,0 +1,306 @@
+"""A running watch: what happens at each step, and in which order.
+
+In: a model, Targets and what its user wished. Out: samples in the ring, and steps in the keeper's hands. Everything
+here is called by hooks in the middle of somebody's training: an error ends in `faults`, and the probe that gave it is
+left alone from then on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from attrs import define, field, frozen
+from torch import nn
+from torch.optim import Optimizer
+
+from .._ir.interrupts import after_fork
+from .child_process import Child
+from .clock import OptimizerClock, scaler_above
+from .followed_forward import FollowedForward
+from .keeper import Keeper
+from .ring import Ring
+from .taps import Sampler, Tap
+from .targets import FORWARD_KINDS, Schedule, Targets
+
+UNSEEN_STEPS = 2  # sampled steps without a forward of a watched module, until it is said
+
+
+@frozen(eq=False)
+class Wishes:
+    """What the user of a watch asked for, checked."""
+
+    schedule: Schedule
+    kinds: tuple[str, ...]
+    clock: str
+    micro: str
+    when: Any
+    alarms: int
+    keep_every: int | None
+    folder: Path
+    name: str
+    scaler: Any
+    raw: int
+    slots: int | None
+    process: bool
+    rng: str
+    samples: bool  # False: only alarms
+
+    @property
+    def keeps_steps(self) -> bool:
+        """True if steps are judged, or written from time to time."""
+        return self.when is not None or self.keep_every is not None
+
+
+@define(eq=False)
+class Session:
+    """What the hooks of one watch call."""
+
+    model: ref[nn.Module]  # whose modules have the addresses
+    root: ref[nn.Module]  # that the loop calls: the model, or the compiler's wrapper around it
+    wishes: Wishes
+    targets: Targets
+    unseen: dict[str, str] = field(factory=dict)  # what is not watched, and why
+    faults: dict[str, str] = field(factory=dict)  # what went wrong in the training's process, by name
+    ring: Ring | None = None
+    children: list[Child] = field(factory=list)
+    keeper: Keeper | None = None
+    follower: FollowedForward | None = None
+    clock: OptimizerClock | None = None
+    scaler: Any = None
+    note: str = ""
+    seconds: float = 0.0
+    sampled: int = 0
+    is_over: bool = False  # stopped, or in a forked process
+    is_forked: bool = False  # then children and ring are those of another process
+    is_closed: bool = False
+    is_paused: bool = False
+    sampler: Sampler = field(init=False)
+    _step: int = 0  # where no optimizer counts
+    _roots_called: int = 0
+    _handles: list[Any] = field(factory=list)
+    _inner_handles: list[Any] = field(factory=list)
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def __attrs_post_init__(self) -> None:
+        wishes = self.wishes
+        training = wishes.clock == "optimizer"
+        self.scaler = wishes.scaler
+        self.sampler = Sampler(
+            self.put, self.safely, wishes.kinds, self.targets, wishes.micro, training, scale=self.loss_scale
+        )
+
+    def start(self) -> None:
+        """Put on what stays on, and begin the first step."""
+        model, root = self.model(), self.root()
+        assert model is not None and root is not None
+        if self.wishes.clock == "optimizer":
+            self.clock = OptimizerClock.of(model, self._before_optimizer, self._after_optimizer)
+        if self.wishes.clock == "forward" or self.keeper is not None:
+            self._handles += self._hooks_on(root, "")
+        if self.wishes.clock == "forward":
+            self._step = -1
+            self._arm_follower(0)
+        else:
+            self.begin(self.step)
+        _running.add(self)
+
+    def change(self, targets: Targets) -> None:
+        """Watch these, from the next sampled step on."""
+        self.sampler.disarm()
+        self.targets = self.sampler.targets = targets
+
+    def stop(self) -> None:
+        """Take everything off."""
+        self.is_over = True
+        self.sampler.disarm()
+        if self.follower is not None:
+            self.follower.close()
+        if self.clock is not None:
+            self.clock.close()
+        for handle in (*self._handles, *self._inner_handles):
+            handle.remove()
+        self._handles.clear()
+        self._inner_handles.clear()
+        _running.discard(self)
+
+    def die(self) -> None:
+        """In a forked process: the hooks stay, and do nothing."""
+        self.is_over = self.is_forked = True
+        self.sampler.disarm()
+        if self.follower is not None:
+            self.follower.disarm()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The number of the step that runs now: how many have ended."""
+        return self.clock.step if self.clock is not None else max(self._step, 0)
+
+    def begin(self, step: int) -> None:
+        """A step begins: hooks on, if it is sampled."""
+        self._end_sampled()
+        if self.is_over or self.ring is None or self.is_paused:
+            return
+        schedule = self.wishes.schedule
+        if not self.safely("every", schedule.is_due, step) or any(child.status.wants_pause for child in self.children):
+            return
+        self.sampler.takes = partial(schedule.takes, step=step)
+        self.safely("hooks", self.sampler.arm, step)
+        self.sampled += 1
+        if self.wishes.clock != "forward":
+            self._arm_follower(step)
+
+    def _end_sampled(self) -> None:
+        was_armed, forwards = self.sampler.is_armed, self.sampler.forwards
+        self.sampler.disarm()
+        if self.follower is not None and self.wishes.clock != "forward":
+            self.follower.disarm()
+        if was_armed and not forwards and self.sampled == UNSEEN_STEPS and self._expects_forwards():
+            self.unseen["modules"] = (
+                f"in {self.sampled} sampled steps no forward of a watched module was seen: the model was compiled "
+                "after the watch began, or what runs is another copy of it."
+            )
+
+    def _expects_forwards(self) -> bool:
+        wanted = any(target.has_values for target in self.targets.modules)
+        return wanted and not FORWARD_KINDS.isdisjoint(self.wishes.kinds)
+
+    def _arm_follower(self, step: int) -> None:
+        if self.follower is not None and self.safely("every", self.wishes.schedule.is_due, step):
+            self.safely("operations", self.follower.arm)
+
+    def next_step(self) -> None:
+        """The user's own clock ticks."""
+        self._step += 1
+        self.begin(self._step)
+
+    def _before_optimizer(self, optimizer: Optimizer) -> None:
+        if self.is_over:
+            return
+        if self.scaler is None and (self.sampler.is_armed or self.keeper is not None):
+            self.scaler = scaler_above(sys._getframe())
+        if self.keeper is not None:
+            self.safely("when", self.keeper.judge, self.step, optimizer, self.scaler)
+        if self.sampler.is_armed and self.ring is not None:
+            self.sampler.before_step(optimizer, self.ring.thin)
+
+    def _after_optimizer(self, optimizer: Optimizer) -> None:
+        if self.is_over:
+            return
+        if self.sampler.is_armed:
+            self.sampler.after_step(optimizer, self._put_update)
+        if self.keeper is not None and not self._roots_called and not self._inner_handles:
+            self._watch_children()
+        if self.step != self.sampler.number:
+            self.begin(self.step)
+
+    # -- the model's own calls -----------------------------------------------------------------------------------------
+
+    def _hooks_on(self, module: nn.Module, address: str) -> list[Any]:
+        before, after = partial(self._root_entered, address), partial(self._root_left, address)
+        return [
+            module.register_forward_pre_hook(Tap(before), with_kwargs=True),
+            module.register_forward_hook(Tap(after)),
+        ]
+
+    def _watch_children(self) -> None:
+        """The model is never called itself, as in Lightning's training steps: its children are."""
+        model = self.model()
+        for name, child in model.named_children() if model is not None else ():
+            if getattr(child, "_compiled_call_impl", None) is None:
+                self._inner_handles += self._hooks_on(child, name)
+
+    def _root_entered(self, address: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.is_over or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return
+        self._roots_called += not address
+        if self.wishes.clock == "forward":
+            self._step += 1
+            self.begin(self._step)
+            self._sample_root_input(module, args, kwargs)
+        if self.keeper is not None and self._is_trained():
+            self.safely("when", self.keeper.begin, module, address, args, kwargs, self.step)
+
+    def _sample_root_input(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The hook that samples it was put on just now, too late for this call."""
+        for target in self.targets.modules:
+            if not target.address and "input" in self.wishes.kinds and self.sampler.is_armed:
+                self.sampler.entered(target, module, args, kwargs)
+
+    def _root_left(self, address: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self.is_over or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return
+        if self.keeper is not None and self._is_trained():
+            self.safely("when", self.keeper.output, module, output)
+        if self.wishes.clock == "forward":
+            self._arm_follower(self._step + 1)
+
+    def _is_trained(self) -> bool:
+        return self.wishes.clock != "optimizer" or torch.is_grad_enabled()
+
+    # -- samples -------------------------------------------------------------------------------------------------------
+
+    def put(self, tensor: torch.Tensor, name: str, kind: str, exact: bool = True, scaled: bool = False) -> None:
+        """Hand a tensor to the ring, and wake those who read it."""
+        if self.ring is None or self.is_over:
+            return
+        if hasattr(tensor, "to_local"):
+            tensor = tensor.to_local()  # of a DTensor, this rank's part
+        self.ring.put(tensor, name, kind, self.step, exact=exact, scaled=scaled, note=self.note)
+        for child in self.children:
+            child.wake()
+
+    def _put_update(self, parameter: torch.Tensor, before: torch.Tensor, name: str) -> None:
+        assert self.ring is not None
+        self.ring.put_pair(parameter.detach(), before, name, "update", self.sampler.number)
+        for child in self.children:
+            child.wake()
+
+    def followed(self, label: str, tensor: torch.Tensor) -> None:
+        """A value of an operation, as the followed forward meets it."""
+        if self.sampler.is_armed and self.sampler.takes(label):
+            self.safely(label, self.sampler.value, tensor, label)
+
+    def not_followed(self, why: str) -> None:
+        """A forward could not be followed; it went on unseen."""
+        self.unseen["operations"] = why
+
+    def loss_scale(self) -> float:
+        """By which a GradScaler multiplied the loss; 1 if none is known."""
+        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
+
+    def safely(self, name: str, work: Callable[..., Any], *given: Any) -> Any:
+        """What some work gives. An error of it is noted, and what has this name is not done again."""
+        if name in self.faults:
+            return None
+        began = perf_counter()
+        try:
+            return work(*given)
+        except Exception as error:
+            self.faults[name] = f"{type(error).__name__}: {error}"
+            with suppress(Exception):
+                print(f"replaylens: {name} is no longer watched: {self.faults[name]}", file=sys.stderr)
+            return None
+        finally:
+            self.seconds += perf_counter() - began
+
+
+_running: WeakSet[Session] = WeakSet()
+
+
+def _in_a_child() -> None:
+    for session in list(_running):
+        session.die()
+
+
+after_fork(_in_a_child)

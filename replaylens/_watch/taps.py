@@ -1,0 +1,256 @@
+"""The hooks of a sampled step: what modules, tensors and weights hold, handed on as it passes.
+
+In: Targets. Out: calls of `put(tensor, name, kind)`. Hooks are on the modules only while a step is sampled, so that the
+steps between cost what they cost without a watch.
+
+A value is handed on at once, before a later in-place operation can change it. Its gradient comes by a hook of that very
+tensor: never by a full backward hook of the module, which makes a view of the output and forbids in-place operations
+after it. What a checkpoint computes a second time, in the backward pass, is no second sample.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from .._ir.torch_private import count_function_modes, peek_interpreter_stack, without_function_modes
+from .clock import parameters_of
+from .targets import FORWARD_KINDS, ModuleTarget, Targets
+
+MOST_PASSES = 64  # of one module in one step
+_DEPTH = 8  # of containers in what a module takes or gives
+_in_backward = torch._C._current_graph_task_id  # -1 outside
+
+
+class Tap:
+    """A hook. Copies and pickles of a module have in its place one that does nothing, and needs no replaylens."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *given: Any) -> None:
+        self.call(*given)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # takes anything, gives None
+
+
+@define(eq=False)
+class Sampler:
+    """The hooks of one watch."""
+
+    put: Callable[..., None]  # (tensor, name, kind, **facts)
+    safely: Callable[..., None]  # (name, work, *args): an error of `work` ends in the statistics, not in the training
+    kinds: tuple[str, ...]
+    targets: Targets
+    micro: str = "first"
+    only_training: bool = True  # forwards without gradients are not the training's
+    takes: Callable[[str], bool] = lambda name: True  # what is due in this step
+    scale: Callable[[], float] = lambda: 1.0  # by which a GradScaler multiplied the loss
+    forwards: int = 0  # of watched modules, that were sampled
+    number: int = -1  # of the sampled step; -1 between
+    _is_open: bool = False  # forwards are sampled
+    _passes: Counter[str] = field(factory=Counter)
+    _handles: list[Any] = field(factory=list)
+    _before: dict[str, torch.Tensor] = field(factory=dict)  # weights before the step
+    _marks_end: bool = False  # a hook waits for the backward pass that ends the first micro-batch
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def arm(self, number: int) -> None:
+        """Put the hooks on, for the step of this number."""
+        self.disarm()
+        self.number, self._is_open, self._marks_end = number, True, False
+        if FORWARD_KINDS.isdisjoint(self.kinds):
+            return
+        for target in self.targets.modules:
+            module = target.module()
+            if module is None or not target.has_values:
+                continue
+            if "input" in self.kinds:
+                hook = Tap(partial(self.entered, target))
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(Tap(partial(self._left, target))))
+        for single in self.targets.tensors:
+            tensor = single.tensor()
+            if tensor is not None and tensor.requires_grad and "grad" in self.kinds:
+                self._watch_gradient(tensor, single.name, is_kept=True)
+
+    def disarm(self) -> None:
+        """Take all hooks off."""
+        self.number, self._is_open = -1, False
+        for handle in self._handles:
+            handle.remove()
+        for store in (self._handles, self._passes, self._before):
+            store.clear()
+
+    @property
+    def is_armed(self) -> bool:
+        """True while a step is sampled."""
+        return self.number >= 0
+
+    # -- forwards ------------------------------------------------------------------------------------------------------
+
+    def _sees(self) -> bool:
+        """True if a module call of this moment is to be sampled."""
+        if not self._is_open or (self.only_training and not torch.is_grad_enabled()):
+            return False
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return False
+        return _in_backward() == -1 and peek_interpreter_stack() is None
+
+    def entered(self, target: ModuleTarget, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A watched module is called."""
+        if self._sees():
+            self.safely(target.name, self._sample, target, (args, kwargs) if kwargs else args, True)
+
+    def _left(self, target: ModuleTarget, module: nn.Module, args: Any, output: Any) -> None:
+        if self._sees():
+            self.safely(target.name, self._sample, target, output, False)
+
+    def _sample(self, target: ModuleTarget, tree: Any, is_input: bool) -> None:
+        number = self._passes[target.address] + 1
+        if not is_input:
+            self._passes[target.address] = number
+            self.forwards += 1
+        if number > MOST_PASSES or (target.passes is not None and number not in target.passes):
+            return
+        name = target.name if number == 1 else f"{target.name}:{number}"
+        if not self.takes(name) and not self.takes(target.name):
+            return
+        for path, tensor in named_tensors(tree):
+            if is_input:
+                self.put(tensor, f"{name}{path}", "input")
+            else:
+                self.value(tensor, f"{name}{path}")
+
+    def value(self, tensor: torch.Tensor, name: str) -> None:
+        """Hand on a value of the forward, and its gradient when it comes."""
+        if "activation" in self.kinds:
+            self.put(tensor, name, "activation")
+        wanted = "grad" in self.kinds or not self._marks_end
+        if wanted and tensor.requires_grad and torch.is_grad_enabled():
+            self._watch_gradient(tensor, name)
+            self._marks_end = True
+
+    def _watch_gradient(self, tensor: torch.Tensor, name: str, is_kept: bool = False) -> None:
+        """Also tells where the first micro-batch ends: at its backward pass."""
+        with _seen_by_no_mode():
+            handle = tensor.register_hook(Tap(partial(self._gradient, name, self.number)))
+        if tensor.is_leaf or is_kept:
+            self._handles.append(handle)  # others go with the graph
+
+    def _gradient(self, name: str, number: int, gradient: torch.Tensor) -> None:
+        if number != self.number:
+            return  # a graph that outlived its step, or the watch
+        if self.micro == "first":
+            self._is_open = False
+        else:
+            self._passes.clear()
+        if "grad" in self.kinds:
+            self.safely(name, self._put_gradient, gradient, name)
+
+    def _put_gradient(self, gradient: torch.Tensor, name: str) -> None:
+        scale = self.scale()
+        if scale != 1.0:
+            with _seen_by_no_mode(), torch.no_grad():
+                gradient = gradient / scale
+        self.put(gradient, name, "grad")
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer, thin: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Hand on the weights that this optimizer is about to change, and their gradients."""
+        is_scaled = getattr(optimizer, "grad_scale", None) is not None  # a fused one divides by itself
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
+        for name, parameter in self._due_parameters():
+            if id(parameter) not in own:
+                continue
+            if "weight" in self.kinds:
+                self.safely(name, self.put, parameter, name, "weight", False)
+            if not isinstance(optimizer, LBFGS):
+                self._put_weight_gradient(parameter, name, is_scaled)
+            if "update" in self.kinds:
+                self.safely(name, self._note_before, name, parameter, thin)
+        for single in self.targets.tensors:
+            tensor = single.tensor()
+            if tensor is not None and "activation" in self.kinds and self.takes(single.name):
+                self.safely(single.name, self.put, tensor, single.name, "activation")
+
+    def _put_weight_gradient(self, parameter: torch.Tensor, name: str, is_scaled: bool = False) -> None:
+        if "weight_grad" in self.kinds and parameter.grad is not None:
+            self.safely(name, self.put, parameter.grad, name, "weight_grad", True, is_scaled)
+
+    def _note_before(self, name: str, parameter: torch.Tensor, thin: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        with _seen_by_no_mode(), torch.no_grad():
+            self._before[name] = thin(parameter.detach())
+
+    def after_step(self, optimizer: Optimizer, put_update: Callable[[torch.Tensor, torch.Tensor, str], None]) -> None:
+        """Hand on by how much each weight was changed. LBFGS runs the model within its step: its gradients are there
+        only now.
+        """
+        for name, parameter in self._due_parameters() if isinstance(optimizer, LBFGS) else ():
+            self._put_weight_gradient(parameter, name)
+        if not self._before:
+            return
+        for name, parameter in self._due_parameters():
+            if (before := self._before.pop(name, None)) is not None:
+                self.safely(name, put_update, parameter, before, name)
+
+    def _due_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters that are sampled in this step, each once."""
+        seen: set[int] = set()
+        for name, parameter in self._parameters():
+            if id(parameter) not in seen and self.takes(name):
+                seen.add(id(parameter))
+                yield name, parameter
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for target in self.targets.modules:
+            module = target.module()
+            for key, value in module._parameters.items() if module is not None else ():
+                if value is not None:
+                    yield f"{target.address}.{key}" if target.address else key, value
+        for single in self.targets.parameters:
+            if (found := single.find()) is not None:
+                yield single.address, found
+
+
+def named_tensors(tree: Any, path: str = "", depth: int = _DEPTH) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a tree of containers, each with where it lies; a single one lies nowhere: its path is empty."""
+    found = list(_walk(tree, path, depth))
+    return [("", found[0][1])] if len(found) == 1 else found
+
+
+def _walk(tree: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif depth:
+        for key, value in _items(tree):
+            yield from _walk(value, f"{path}[{key}]", depth - 1)
+
+
+def _items(tree: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(tree, Mapping):
+        yield from list(tree.items())
+    elif isinstance(tree, (tuple, list)):
+        keys = getattr(tree, "_fields", range(len(tree)))
+        yield from zip(keys, tree, strict=True)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for one in fields(tree):
+            yield one.name, getattr(tree, one.name, None)
+
+
+def _seen_by_no_mode() -> AbstractContextManager[Any]:
+    return without_function_modes() if count_function_modes() else nullcontext()
