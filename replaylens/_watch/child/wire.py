@@ -150,14 +150,27 @@ class Reader:
             return self._sample(*read)
         return None
 
+    def latest(self, name: str, what: str) -> Sample | None:
+        """The newest sample of this name and kind that the ring still has. The reader's place stays."""
+        head = self.head
+        for number in range(head - 1, max(head - self._slots, 0) - 1, -1):
+            place = SLOTS_BEGIN + number % self._slots * self._stride
+            fixed, names, values = self._copied(place, with_values=False)
+            if self._words[place // 8] != 2 * number + 2 or unpack_names(names)[:2] != (name, what):
+                continue
+            fixed, names, values = self._copied(place)
+            if self._words[place // 8] == 2 * number + 2:
+                return self._sample(fixed, names, values)
+        return None
+
     def _lose(self, count: int) -> None:
         self.cursor += count
         self.dropped += count
 
-    def _copied(self, place: int) -> tuple[tuple[Any, ...], bytes, bytes]:
+    def _copied(self, place: int, with_values: bool = True) -> tuple[tuple[Any, ...], bytes, bytes]:
         """What a slot holds. It may be overwritten meanwhile, so that nothing is trusted yet."""
         fixed = FIXED.unpack_from(self._bytes, place + FIXED_AT)
-        size, length = min(fixed[4], self._raw), min(fixed[9], VALUES_AT - NAMES_AT)
+        size, length = min(fixed[4], self._raw) * with_values, min(fixed[9], VALUES_AT - NAMES_AT)
         names, values = place + NAMES_AT, place + VALUES_AT
         return fixed, bytes(self._bytes[names : names + length]), bytes(self._bytes[values : values + size])
 
@@ -167,10 +180,13 @@ class Reader:
         array = self._array(form, values)
         if not flags & (THINNED | FLAT) and len(shape) != 1:
             array = self._shaped(array, shape)
-        extremes = (least, most) if flags & EXACT else (None, None)
-        counts = (nans, infs) if flags & COUNTED else (None, None)
-        facts = array, shape, dtype, size, bool(flags & THINNED)
-        return Sample(name, what, step, number, time, *facts, *extremes, *counts, bool(flags & SCALED), note)
+        is_exact, is_counted = flags & EXACT, flags & COUNTED
+        return Sample(
+            name, what, step, number, time, array, shape, dtype, size, bool(flags & THINNED),
+            least if is_exact else None, most if is_exact else None,
+            nans if is_counted else None, infs if is_counted else None,
+            bool(flags & SCALED), note,
+        )  # fmt: skip
 
     def _array(self, form: str, values: bytes) -> NDArray[Any]:
         numpy = self._numpy
