@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import torch
 from graphviz import FORMATS, Source
 
-from ._capture.snapshot import RngState
-from ._layers.layer import Layer
-from ._store.objects import Kind, object_json, read_kind, register
-from ._store.results import MODEL_HISTORY
-from ._store.write_trees import TreeWriter
-from .program import Program, capture, check
+from .._capture.snapshot import RngState
+from .._layers.layer import Layer
+from .._store.objects import Kind, object_json, read_kind, register
+from .._store.results import MODEL_HISTORY
+from .._store.write_trees import TreeWriter
+from ..program import Program, capture, check
 
 Listing = TypeVar("Listing", bound=Program)
 
