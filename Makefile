@@ -82,7 +82,7 @@ $(PACKAGE): $(TORCH) pyproject.toml
 	@touch $@
 
 $(DEV): $(PACKAGE)
-	$(PINNED) --editable '.[dev,pandas,plot,progress,safetensors,xarray]'
+	$(PINNED) --editable '.[dev,pandas,plot,progress,safetensors,xarray,watch,video,board]'
 	@touch $@
 
 # torchvision and timm without their dependencies: those name a torch of another build.
