@@ -45,9 +45,11 @@ class OptimizerClock:
     _handles: list[Any] = field(factory=list)
 
     @staticmethod
-    def of(model: nn.Module, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> OptimizerClock:
-        """A running clock."""
-        clock = OptimizerClock(ref(model), before, after)
+    def of(
+        model: nn.Module, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None], step: int = 0
+    ) -> OptimizerClock:
+        """A running clock, which begins with this step."""
+        clock = OptimizerClock(ref(model), before, after, step)
         clock._handles.append(register_optimizer_step_pre_hook(clock._pre))
         clock._handles.append(register_optimizer_step_post_hook(clock._post))
         return clock

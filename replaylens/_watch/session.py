@@ -46,6 +46,7 @@ class Wishes:
     keep_every: int | None
     folder: Path
     name: str
+    start: int  # the number of the first step
     scaler: Any
     raw: int
     slots: int | None
@@ -85,13 +86,15 @@ class Session:
     sampler: Sampler = field(init=False)
     _step: int = 0  # where no optimizer counts
     _roots_called: int = 0
+    _ran: set[str] = field(factory=set)  # in this step, where forwards are the clock
+    _just_armed: bool = False
     _handles: list[Any] = field(factory=list)
     _inner_handles: list[Any] = field(factory=list)
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def __attrs_post_init__(self) -> None:
-        wishes = self.wishes
+        wishes, self._step = self.wishes, self.wishes.start
         training = wishes.clock == "optimizer"
         self.scaler = wishes.scaler
         self.sampler = Sampler(
@@ -103,12 +106,14 @@ class Session:
         model, root = self.model(), self.root()
         assert model is not None and root is not None
         if self.wishes.clock == "optimizer":
-            self.clock = OptimizerClock.of(model, self._before_optimizer, self._after_optimizer)
+            self.clock = OptimizerClock.of(model, self._before_optimizer, self._after_optimizer, self._step)
         if self.wishes.clock == "forward" or self.keeper is not None:
-            self._handles += self._hooks_on(root, "")
+            is_called = not isinstance(root, (nn.ModuleList, nn.ModuleDict))
+            for name, module in [("", root)] if is_called else root.named_children():
+                self._handles += self._hooks_on(module, name)
         if self.wishes.clock == "forward":
-            self._step = -1
-            self._arm_follower(0)
+            self._step -= 1
+            self._arm_follower(self._step + 1)
         else:
             self.begin(self.step)
         _running.add(self)
@@ -225,16 +230,26 @@ class Session:
             return
         self._roots_called += not address
         if self.wishes.clock == "forward":
-            self._step += 1
-            self.begin(self._step)
-            self._sample_root_input(module, args, kwargs)
+            self._tick(address)
+            self._sample_input(address, module, args, kwargs)
         if self.keeper is not None and self._is_trained():
             self.safely("when", self.keeper.begin, module, address, args, kwargs, self.step)
 
-    def _sample_root_input(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _tick(self, address: str) -> None:
+        """A forward begins, and with it a step, if this is the model, or a part of it that ran already."""
+        if not self._ran or address in self._ran:
+            self._ran.clear()
+            self._step += 1
+            self.begin(self._step)
+            self._just_armed = self.sampler.is_armed
+        else:
+            self._just_armed = False
+        self._ran.add(address)
+
+    def _sample_input(self, address: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The hook that samples it was put on just now, too late for this call."""
-        for target in self.targets.modules:
-            if not target.address and "input" in self.wishes.kinds and self.sampler.is_armed:
+        for target in self.targets.modules if self._just_armed and "input" in self.wishes.kinds else ():
+            if target.module() is module:
                 self.sampler.entered(target, module, args, kwargs)
 
     def _root_left(self, address: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -256,7 +271,7 @@ class Session:
             return
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()  # of a DTensor, this rank's part
-        self.ring.put(tensor, name, kind, self.step, exact=exact, scaled=scaled, note=self.note)
+        self.ring.put(tensor, name, kind, self.sampler.number, exact=exact, scaled=scaled, note=self.note)
         for child in self.children:
             child.wake()
 

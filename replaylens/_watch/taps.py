@@ -5,22 +5,26 @@ steps between cost what they cost without a watch.
 
 A value is handed on at once, before a later in-place operation can change it. Its gradient comes by a hook of that very
 tensor: never by a full backward hook of the module, which makes a view of the output and forbids in-place operations
-after it. What a checkpoint computes a second time, in the backward pass, is no second sample.
+after it. What a checkpoint computes a second time, in the backward pass, is no second sample; but a reentrant one has
+gradients there alone, for its first forward is without any.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch import nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils.checkpoint import CheckpointFunction
 
 from .._ir.torch_private import count_function_modes, peek_interpreter_stack, without_function_modes
 from .clock import parameters_of
@@ -61,6 +65,7 @@ class Sampler:
     forwards: int = 0  # of watched modules, that were sampled
     number: int = -1  # of the sampled step; -1 between
     _is_open: bool = False  # forwards are sampled
+    _is_over: bool = False  # the sampled micro-batch is, with its backward
     _passes: Counter[str] = field(factory=Counter)
     _handles: list[Any] = field(factory=list)
     _before: dict[str, torch.Tensor] = field(factory=dict)  # weights before the step
@@ -72,6 +77,7 @@ class Sampler:
         """Put the hooks on, for the step of this number."""
         self.disarm()
         self.number, self._is_open, self._marks_end = number, True, False
+        self._is_over = False
         if FORWARD_KINDS.isdisjoint(self.kinds):
             return
         for target in self.targets.modules:
@@ -79,7 +85,7 @@ class Sampler:
             if module is None or not target.has_values:
                 continue
             if "input" in self.kinds:
-                hook = Tap(partial(self.entered, target))
+                hook = Tap(partial(self._entered, target, number))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             self._handles.append(module.register_forward_hook(Tap(partial(self._left, target))))
         for single in self.targets.tensors:
@@ -104,20 +110,38 @@ class Sampler:
 
     def _sees(self) -> bool:
         """True if a module call of this moment is to be sampled."""
-        if not self._is_open or (self.only_training and not torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or peek_interpreter_stack() is not None:
             return False
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if not self._is_open:
+            self._is_over = True
             return False
-        return _in_backward() == -1 and peek_interpreter_stack() is None
+        return not self.only_training or torch.is_grad_enabled() or is_checkpointed(sys._getframe())
+
+    def _entered(self, target: ModuleTarget, number: int, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if number == self.number:  # else it was taken off just now, by another hook of this very call
+            self.entered(target, module, args, kwargs)
 
     def entered(self, target: ModuleTarget, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A watched module is called."""
-        if self._sees():
+        if _in_backward() == -1 and self._sees():
             self.safely(target.name, self._sample, target, (args, kwargs) if kwargs else args, True)
 
     def _left(self, target: ModuleTarget, module: nn.Module, args: Any, output: Any) -> None:
-        if self._sees():
+        if _in_backward() != -1:
+            if not self._is_over and torch.is_grad_enabled() and "grad" in self.kinds:
+                self.safely(target.name, self._computed_again, target, output)
+        elif self._sees():
             self.safely(target.name, self._sample, target, output, False)
+
+    def _computed_again(self, target: ModuleTarget, output: Any) -> None:
+        """In the backward pass, by a checkpoint. Which pass it is of a module that is called several times cannot be
+        known: parts are computed again from the last to the first.
+        """
+        if self._passes[target.address] > 1 or not self.takes(target.name):
+            return
+        for path, tensor in named_tensors(output):
+            if tensor.requires_grad:
+                self._watch_gradient(tensor, f"{target.name}{path}")
 
     def _sample(self, target: ModuleTarget, tree: Any, is_input: bool) -> None:
         number = self._passes[target.address] + 1
@@ -225,6 +249,18 @@ class Sampler:
         for single in self.targets.parameters:
             if (found := single.find()) is not None:
                 yield single.address, found
+
+
+def is_checkpointed(frame: FrameType | None) -> bool:
+    """True within a reentrant checkpoint, which computes without gradients first."""
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CHECKPOINT = CheckpointFunction.forward.__code__
 
 
 def named_tensors(tree: Any, path: str = "", depth: int = _DEPTH) -> list[tuple[str, torch.Tensor]]:

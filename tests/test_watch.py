@@ -1,0 +1,531 @@
+"""What a watch hands on is what the training computed; what it leaves behind is nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import replaylens as rl
+
+
+def cnn(inplace=True):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace), nn.Flatten(), nn.Linear(8 * 64, 10)
+    )
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batches(count, *shape, classes=10):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        x = torch.randn(4, *shape, generator=generator)
+        yield x, torch.randint(0, classes, (4,), generator=generator)
+
+
+def train(model, data, optimizer=None, before_step=lambda step: None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        before_step(step)
+        optimizer.step()
+
+
+def samples(watch):
+    """All samples that the ring still has, by step, name and kind."""
+    reader, found = watch._session.ring.reader(), {}
+    while (sample := reader.take()) is not None:
+        assert (sample.step, sample.name, sample.what) not in found, "one value was sent twice"
+        found[sample.step, sample.name, sample.what] = sample
+    return found
+
+
+def value(sample):
+    return torch.from_numpy(sample.values.copy())
+
+
+def names(found, what=None):
+    return list(dict.fromkeys(name for _, name, kind in found if what in (None, kind)))
+
+
+def hooks_on(model):
+    kinds = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_forward_hooks_with_kwargs",
+    )
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def test_activations_and_gradients_are_those_of_a_twin_that_retains_them():
+    twin, kept = cnn(inplace=False), {}
+
+    def keep(name):
+        def hook(module, args, output):
+            output.retain_grad()
+            kept[name] = output
+
+        return hook
+
+    for name, module in twin.named_children():
+        module.register_forward_hook(keep(name))
+    train(twin, batches(1, 3, 8, 8))
+    model = cnn(inplace=True)
+    with rl.watch(model, ["*"], every=1, sink=[]) as watch:
+        train(model, batches(1, 3, 8, 8))
+        found = samples(watch)
+    assert names(found) == list("01234")
+    for name, tensor in kept.items():
+        assert torch.equal(value(found[0, name, "activation"]), tensor.detach())
+        assert torch.equal(value(found[0, name, "grad"]), tensor.grad)
+
+
+def test_weights_their_gradients_and_updates_are_what_the_optimizer_has():
+    model, seen = mlp(), {}
+
+    def note(step):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        seen[step] = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters()}
+
+    with rl.watch(model, every=1, what=("weight", "weight_grad", "update"), sink=[]) as watch:
+        train(model, batches(3, 6, classes=3), before_step=note)
+        found = samples(watch)
+    after = dict(model.named_parameters())
+    for name in after:
+        for step in range(3):
+            weight, gradient = seen[step][name]
+            following = seen[step + 1][name][0] if step < 2 else after[name].detach()
+            assert torch.equal(value(found[step, name, "weight"]), weight)
+            assert torch.equal(value(found[step, name, "weight_grad"]), gradient)  # after clipping
+            assert torch.equal(value(found[step, name, "update"]), following - weight)
+
+
+def test_inputs_are_read_before_the_module_can_write_them():
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True))
+    with rl.watch(model, "1", every=1, what=("input", "activation"), sink=[]) as watch:
+        model(torch.ones(2, 6))
+        found = samples(watch)
+    before, after = value(found[0, "1", "input"]), value(found[0, "1", "activation"])
+    assert (before < 0).any() and torch.equal(before.relu(), after)
+
+
+def test_accumulated_gradients_are_the_sum_and_the_first_micro_batch_is_sampled():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = list(batches(3, 6, classes=3))
+    with rl.watch(model, ["", "0"], every=1, what="all", sink=[]) as watch:
+        for x, y in data:
+            F.cross_entropy(model(x), y).backward()
+        total = model[0].weight.grad.clone()
+        optimizer.step()
+        found = samples(watch)
+    assert torch.equal(value(found[0, "0.weight", "weight_grad"]), total)
+    assert torch.equal(value(found[0, "Sequential", "input"]), data[0][0])
+
+
+def test_every_micro_batch_is_sampled_where_that_is_asked():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = list(batches(3, 6, classes=3))
+    with rl.watch(model, "0", every=1, micro="all", sink=[]) as watch:
+        for x, y in data:
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        reader, found = watch._session.ring.reader(), []
+        while (sample := reader.take()) is not None:
+            found.append(sample)
+    assert [(s.name, s.what) for s in found] == [("0", "activation"), ("0", "grad")] * 3
+    torch.manual_seed(0)
+    assert torch.equal(value(found[4]), F.linear(data[2][0], mlp()[0].weight, mlp()[0].bias))
+
+
+@pytest.mark.parametrize("scaler", [True, False], ids=["told", "found"])
+def test_gradients_of_a_scaled_loss_are_divided_by_its_scale(scaler):
+    plain, scaled = mlp(), mlp()
+    for model, scale in ((plain, torch.amp.GradScaler("cpu", enabled=False)), (scaled, torch.amp.GradScaler("cpu"))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with rl.watch(
+            model, "0", every=1, what=("grad", "weight_grad"), sink=[], scaler=scale if scaler else None
+        ) as w:
+            for x, y in batches(2, 6, classes=3):
+                optimizer.zero_grad()
+                scale.scale(F.cross_entropy(model(x), y)).backward()
+                scale.step(optimizer)
+                scale.update()
+            found = samples(w)
+        model.seen = [found[1, "0", "grad"], found[1, "0.weight", "weight_grad"]]
+    for one, other in zip(plain.seen, scaled.seen):
+        torch.testing.assert_close(value(one), value(other))
+
+
+class Passes(nn.Module):
+    """A module that is called three times, with several outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+        self.heads = Heads()
+
+    def forward(self, x):
+        h = torch.zeros(len(x), 4)
+        for _ in range(3):
+            h = self.cell(x, h)
+        return self.heads(h)
+
+
+class Heads(nn.Module):
+    def forward(self, h):
+        return {"a": h * 2, "b": (h + 1, None, "text"), "n": 3}
+
+
+def test_passes_and_several_outputs_have_names_of_their_own():
+    model = Passes()
+    with rl.watch(model, ["cell", "heads"], every=1, sink=[]) as watch:
+        model(torch.ones(2, 4))
+        assert names(samples(watch)) == ["cell", "cell:2", "cell:3", "heads[a]", "heads[b][0]"]
+    with rl.watch(model, "cell:2", every=1, sink=[]) as watch:
+        model(torch.ones(2, 4))
+        assert names(samples(watch)) == ["cell:2"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_computes_again_is_no_second_sample(reentrant):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = mlp(), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.last(checkpoint(self.inner, x, use_reentrant=reentrant))
+
+    torch.manual_seed(0)
+    model = Net()
+    with rl.watch(model, "**", every=1, sink=[]) as watch:
+        x = torch.randn(2, 6, requires_grad=True)
+        model(x).sum().backward()
+        found = samples(watch)  # asserts that none comes twice
+    assert names(found, "activation") == ["inner.0", "inner.1", "inner.2", "inner", "last"]
+    assert set(names(found, "grad")) == set(names(found, "activation"))
+
+
+def test_a_forward_without_gradients_is_not_the_trainings():
+    model = mlp()
+    with rl.watch(model, every=1, sink=[]) as watch:
+        with torch.no_grad():
+            model(torch.zeros(1, 6))
+        train(model, batches(1, 6, classes=3))
+        found = samples(watch)
+        assert found[0, "0", "activation"].shape == (4, 8)
+
+
+def test_single_tensors_are_watched_by_the_name_that_they_are_given():
+    model, prompt = mlp(), torch.zeros(6, requires_grad=True)
+    optimizer = torch.optim.SGD([*model.parameters(), prompt], lr=0.1)
+    with rl.watch(model, {"prompt": prompt}, every=1, sink=[]) as watch:
+        for x, y in batches(2, 6, classes=3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x + prompt), y).backward()
+            gradient, before = prompt.grad.clone(), prompt.detach().clone()
+            optimizer.step()
+        found = samples(watch)
+    assert torch.equal(value(found[1, "prompt", "activation"]), before)
+    assert torch.equal(value(found[1, "prompt", "grad"]), gradient)
+    assert not prompt._backward_hooks
+
+
+# -- which, and when ---------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_sampled_by_a_number_a_mapping_or_a_function():
+    def sampled(every, steps=7):
+        model = mlp()
+        with rl.watch(model, ["0", "2"], every=every, what="activation", sink=[]) as watch:
+            train(model, batches(steps, 6, classes=3))
+            found = samples(watch)
+        return [[step for step, name, _ in found if name == which] for which in ("0", "2")]
+
+    assert sampled(3) == [[0, 3, 6], [0, 3, 6]]
+    assert sampled({"0": 2, "*": 4}) == [[0, 2, 4, 6], [0, 4]]
+    assert sampled(lambda step: step in (1, 5)) == [[1, 5], [1, 5]]
+
+
+def test_forwards_are_steps_where_they_are_the_clock():
+    model = mlp()
+    with rl.watch(model, ["", "0"], every=2, what=("input", "activation", "grad"), clock="forward", sink=[]) as watch:
+        with torch.no_grad():
+            for _ in range(4):
+                model(torch.zeros(1, 6))
+        model(torch.zeros(1, 6)).sum().backward()
+        found = samples(watch)
+        assert watch.step_number == 4
+    assert sorted({step for step, *_ in found}) == [0, 2, 4]
+    assert (2, "Sequential", "input") in found and (4, "0", "grad") in found
+
+
+def test_the_users_own_clock():
+    model = mlp()
+    with rl.watch(model, "0", every=2, clock="manual", sink=[]) as watch:
+        for _ in range(4):
+            model(torch.zeros(1, 6)).sum().backward()
+            watch.step()
+        assert [step for step, _, what in samples(watch) if what == "grad"] == [0, 2]
+    with rl.watch(model, "0", sink=[]) as watch, pytest.raises(ValueError, match='clock="manual"'):
+        watch.step()
+
+
+def test_an_optimizer_of_another_model_is_not_its_clock():
+    model, other = mlp(), mlp()
+    with rl.watch(model, every=1, sink=[]) as watch:
+        train(other, batches(3, 6, classes=3))
+        assert watch.step_number == 0 and not samples(watch)
+        train(model, batches(2, 6, classes=3))
+        assert watch.step_number == 2
+
+
+def test_two_optimizers_of_one_model_make_one_step():
+    model = mlp()
+    pair = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[2].parameters())]
+    with rl.watch(model, every=1, what="weight_grad", sink=[]) as watch:
+        for x, y in batches(3, 6, classes=3):
+            F.cross_entropy(model(x), y).backward()
+            for optimizer in pair:
+                optimizer.step()
+        found = samples(watch)
+    assert watch.step_number == 3
+    assert {(step, name) for step, name, _ in found} >= {(1, "0.weight"), (1, "2.weight")}
+
+
+def test_a_closure_is_run_within_the_step_whose_gradients_it_gives():
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    x, y = next(batches(1, 6, classes=3))
+    last = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        last[:] = [model[0].weight.grad.clone()]
+        return loss
+
+    with rl.watch(model, ["0"], every=1, what=("grad", "weight_grad", "update"), sink=[]) as watch:
+        optimizer.step(closure)
+        found = samples(watch)
+    assert torch.equal(value(found[0, "0.weight", "weight_grad"]), last[0])
+    assert (0, "0", "grad") in found and (0, "0.weight", "update") in found
+
+
+def test_pausing_and_resuming():
+    model = mlp()
+    with rl.watch(model, "0", every=1, what="activation", sink=[]) as watch:
+        train(model, batches(1, 6, classes=3))
+        with watch.paused():
+            train(model, batches(2, 6, classes=3))
+            assert hooks_on(model) == 0
+        train(model, batches(2, 6, classes=3))
+        assert [step for step, *_ in samples(watch)] == [
+            0,
+            4,
+        ]  # the step that ran when it was resumed was not seen whole
+        assert watch.step_number == 5
+
+
+def test_notes_are_on_the_samples_that_follow():
+    model = mlp()
+    with rl.watch(model, "0", every=1, what="activation", sink=[]) as watch:
+        train(model, batches(1, 6, classes=3))
+        watch.note("epoch 1")
+        train(model, batches(1, 6, classes=3))
+        assert [sample.note for sample in samples(watch).values()] == ["", "epoch 1"]
+
+
+def test_names_come_and_go_while_the_model_trains():
+    model = mlp()
+    with rl.watch(model, "0", every=1, what="activation", sink=[]) as watch:
+        train(model, batches(1, 6, classes=3))
+        watch.add("2")
+        train(model, batches(2, 6, classes=3))
+        watch.remove("0")
+        train(model, batches(2, 6, classes=3))
+        assert watch.names == ("2",)
+        found = samples(watch)
+    assert {name for step, name, _ in found if step == 2} == {"0", "2"}
+    assert {name for step, name, _ in found if step == 4} == {"2"}
+
+
+def test_the_latest_sample_of_a_name():
+    model = mlp()
+    with rl.watch(model, every=2, sink=[]) as watch:
+        train(model, batches(4, 6, classes=3))
+        assert watch.latest("0").step == 2 and watch.latest("0", "grad").shape == (4, 8)
+        assert watch.latest().name == "Sequential"
+        with pytest.raises(rl.NoSuchLayer, match="no sample of update '0'"):
+            watch.latest("0", "update")
+
+
+def test_two_watches_on_one_model():
+    model = mlp()
+    with rl.watch(model, "0", every=1, sink=[]) as one, rl.watch(model, "2", every=2, sink=[]) as two:
+        train(model, batches(4, 6, classes=3))
+        assert names(samples(one)) == ["0"] and {step for step, *_ in samples(two)} == {0, 2}
+
+
+# -- nothing is left ---------------------------------------------------------------------------------------------------
+
+
+def global_hooks():
+    from torch.optim import optimizer
+
+    return len(optimizer._global_optimizer_pre_hooks) + len(optimizer._global_optimizer_post_hooks)
+
+
+def test_closing_leaves_nothing():
+    model, before = mlp(), global_hooks()
+    watch = rl.watch(model, every=1, what="all", sink=[], when=rl.NotFinite(), alarms=2)
+    train(model, batches(2, 6, classes=3))
+    assert hooks_on(model) and global_hooks() > before
+    watch.close()
+    watch.close()
+    assert hooks_on(model) == 0 and global_hooks() == before
+    assert "closed" in repr(watch)
+
+
+def test_no_hook_is_on_the_model_between_sampled_steps():
+    model = mlp()
+    with rl.watch(model, every=3, sink=[]):
+        train(model, batches(1, 6, classes=3))
+        assert hooks_on(model) == 0
+        train(model, batches(2, 6, classes=3))
+        assert hooks_on(model) == 4
+
+
+def test_a_gradient_hook_of_a_graph_that_outlives_the_watch_does_nothing():
+    model = mlp()
+    with rl.watch(model, every=1, sink=[]) as watch:
+        loss = model(torch.ones(1, 6)).sum()
+        sent = watch.stats().sent
+    loss.backward()
+    assert watch.stats().sent == sent
+
+
+def test_copies_and_pickles_take_no_watch_along():
+    model = mlp()
+    with rl.watch(model, every=1, sink=[]) as watch:
+        copied, buffer = copy.deepcopy(model), io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        again = pickle.loads(pickle.dumps(model))
+        for one in (copied, loaded, again):
+            assert torch.equal(one(torch.ones(1, 6)), model(torch.ones(1, 6)))
+        assert b"replaylens" not in buffer.getvalue()
+        assert len(names(samples(watch), "activation")) == 4 * 3  # three passes of the model itself, no copy's
+
+
+def test_a_watch_does_not_keep_the_model_alive():
+    model = mlp()
+    gone = weakref.ref(model)
+    watch = rl.watch(model, every=1, sink=[])
+    train(model, batches(1, 6, classes=3))
+    del model
+    gc.collect()
+    assert gone() is None and "closed" in repr(watch)
+
+
+def test_an_error_of_the_model_is_its_own():
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x):
+            self.inner(x)
+            raise KeyError("mine")
+
+    model = Failing()
+    with rl.watch(model, every=1, sink=[]) as watch, pytest.raises(KeyError, match="mine") as caught:
+        model(torch.ones(1, 6))
+    assert not getattr(caught.value, "__notes__", ())
+    assert hooks_on(model) == 0 and names(samples_of_closed(watch)) == []
+
+
+def samples_of_closed(watch):
+    return {}
+
+
+def test_an_error_in_a_hook_ends_in_the_statistics(capsys):
+    model = mlp()
+
+    def never(step):
+        raise ZeroDivisionError("in every=")
+
+    with rl.watch(model, every=never, sink=[]) as watch:
+        train(model, batches(3, 6, classes=3))
+        assert "ZeroDivisionError: in every=" in watch.stats().faults["every"]
+        assert "in every=" in str(watch.stats())
+    assert capsys.readouterr().err.count("ZeroDivisionError") == 1
+
+
+def test_a_captured_model_may_be_watched_and_a_watched_one_captured():
+    model = mlp()
+    x = torch.ones(2, 6)
+    plain = rl.capture(model, x)
+    with rl.watch(model, every=1, sink=[]):
+        prog = rl.capture(model, x)
+    assert prog.code == plain.code and prog.check()
+
+
+# -- said clearly ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wishes", "error", "text"),
+    [
+        ({"every": 0}, ValueError, "every=0: an interval is a whole number of steps, 1 or more"),
+        ({"every": 2.5}, ValueError, "every=2.5"),
+        ({"every": {"0": 3}}, ValueError, "every= says nothing of 'Sequential', '1'"),
+        ({"what": "activatoin"}, ValueError, "Did you mean 'activation'"),
+        ({"what": ()}, ValueError, "what= is empty"),
+        ({"layers": "0.waight"}, rl.NoSuchLayer, "'0.weight'"),
+        ({"layers": "blocks.*"}, rl.NoSuchLayer, "no module and no parameter of this Sequential"),
+        ({"layers": lambda module: False}, rl.NoSuchLayer, "is true of none of the 4 modules"),
+        ({"layers": 3}, TypeError, "layers= takes addresses"),
+        ({"layers": {"a": 3}}, TypeError, "takes a tensor or a module, not int"),
+        ({"layers": [nn.ReLU()]}, rl.NoSuchLayer, "is no module of this Sequential"),
+        ({"clock": "steps"}, ValueError, "clock='steps': it is one of 'optimizer', 'forward', 'manual'"),
+        ({"micro": "last"}, ValueError, "micro='last'"),
+        ({"alarms": 0}, ValueError, "alarms=0"),
+        ({"raw": 10}, ValueError, "raw=10"),
+        ({"sink": "run.xlsx"}, ValueError, "run.xlsx"),
+    ],
+)
+def test_bad_wishes_are_refused_before_anything_begins(wishes, error, text):
+    model, before = mlp(), global_hooks()
+    with pytest.raises(error) as caught:
+        rl.watch(model, **{"sink": [], **wishes})
+    assert text in str(caught.value)
+    assert hooks_on(model) == 0 and global_hooks() == before
+
+
+def test_something_else_than_a_module_is_refused():
+    with pytest.raises(TypeError, match="takes an nn.Module, not function"):
+        rl.watch(lambda x: x)
