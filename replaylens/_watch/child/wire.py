@@ -150,6 +150,10 @@ class Reader:
             return self._sample(*read)
         return None
 
+    def skip(self) -> None:
+        """Leave what there is unread."""
+        self._lose(self.head - self.cursor)
+
     def latest(self, name: str, what: str) -> Sample | None:
         """The newest sample of this name and kind that the ring still has. The reader's place stays."""
         head = self.head
@@ -214,7 +218,7 @@ class Reader:
 
 # -- what a child says of itself ---------------------------------------------------------------------------------------
 
-STARTING, READY, ENDED, LACKS_NUMPY = range(4)  # states
+STARTING, READY, ENDED = range(3)  # states
 _TEXT_AT = 128
 
 
@@ -274,6 +278,14 @@ class StatusPage:
         """Let go of the memory."""
         self.words.release()
         self._bytes.release()
+
+
+def names_of(specs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What each of a child's sinks is called: by its kind, with a number where there are several of it."""
+    kinds = [str(spec["options"].get("label") or spec["kind"]) for spec in specs]
+    return [
+        f"{kind} {kinds[:place].count(kind) + 1}" if kinds.count(kind) > 1 else kind for place, kind in enumerate(kinds)
+    ]
 
 
 def _shortened(value: Any, most: int) -> Any:
