@@ -1,0 +1,338 @@
+"""When is a step worth keeping? Judges look at the numbers of a step: `when=[NotFinite(), Above(grad_norm=1e3)]`.
+
+In: StepNumbers, each number computed when somebody first asks for it. Out: a reason in words, or None. A comparison
+with NaN is False in Python, so that `norm > 1e3` lets a NaN pass: `Above` does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from typing import Any, Protocol
+
+import torch
+from attrs import define, field, frozen
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from .._ir.util import cached_property
+
+GRADIENTS = ("grad_norm", "output_grad")  # what a GradScaler may make overflow without harm
+NUMBERS = ("output", "loss", "weight", *GRADIENTS)
+
+
+# -- the numbers of a step ---------------------------------------------------------------------------------------------
+
+
+class StepNumbers:
+    """The numbers of one training step, before the optimizer takes it: what a judge looks at.
+
+    Each is a float, NaN where a NaN is among what it was made of, and None where there is nothing to make it of.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        parameters: Sequence[tuple[str, torch.Tensor]],
+        outputs: Sequence[torch.Tensor] = (),
+        losses: Sequence[torch.Tensor] = (),
+        output_grads: Sequence[torch.Tensor] = (),
+        scale: float | None = None,
+        skipped: int = 0,
+    ) -> None:
+        self.step = step
+        self.scale = scale  # by which a GradScaler multiplied the loss
+        self.skipped = skipped  # how many steps in a row, up to this one, a GradScaler has not let the optimizer take
+        self._parameters = parameters
+        self._outputs, self._losses = outputs, losses  # least and most of each output; outputs that are one number
+        self._output_grads = output_grads
+
+    @cached_property
+    def output(self) -> float | None:
+        """The largest magnitude in what the model returned."""
+        return largest(self._outputs)
+
+    @cached_property
+    def loss(self) -> float | None:
+        """The loss, where the model returns it: alone, or as `output.loss`."""
+        return float(self._losses[-1]) if self._losses else None
+
+    @cached_property
+    def output_grad(self) -> float | None:
+        """The largest magnitude in the gradient that came back to the output."""
+        return largest([extremes(one) for one in self._output_grads])
+
+    @cached_property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients of parameters, as the optimizer gets them: summed up, averaged, clipped."""
+        return norm_of([gradient for _, gradient in self.gradients])
+
+    @cached_property
+    def weight(self) -> float | None:
+        """The largest magnitude among the parameters."""
+        return largest([extremes(tensor.detach()) for _, tensor in self._parameters])
+
+    @cached_property
+    def gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """The gradients of the parameters, by address."""
+        return [(name, local(tensor.grad)) for name, tensor in self._parameters if tensor.grad is not None]
+
+    @cached_property
+    def broken_gradients(self) -> tuple[str, ...]:
+        """The parameters in whose gradients a number is not finite."""
+        known: float | None = vars(self).get("grad_norm")
+        if known is not None and math.isfinite(known):
+            return ()
+        if are_finite([gradient for _, gradient in self.gradients]):
+            return ()
+        return tuple([name for name, gradient in self.gradients if not is_finite(gradient)])
+
+    @property
+    def known(self) -> dict[str, float]:
+        """The numbers that were asked for so far."""
+        pairs = ((name, vars(self).get(name)) for name in NUMBERS)
+        return {name: value for name, value in pairs if value is not None}
+
+    def largest_gradient(self) -> tuple[str, float] | None:
+        """The parameter whose gradient has the largest norm, and that norm; one with a NaN, if there is one."""
+        norms = [(name, norm_of([gradient]) or 0.0) for name, gradient in self.gradients]
+        return max(norms, key=lambda pair: (math.isnan(pair[1]), pair[1]), default=None)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor that is spread over several."""
+    part: Any = getattr(tensor, "to_local", None)
+    return tensor if part is None else part()
+
+
+def _numbers_in(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor, dense and real."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def extremes(tensor: torch.Tensor) -> torch.Tensor:
+    """The least and the most of a tensor; NaN twice if one is in it, as no other cheap reduction tells for sure."""
+    numbers = _numbers_in(tensor)
+    if not numbers.numel():
+        return numbers.new_zeros(2)
+    return torch.stack(torch.aminmax(numbers))
+
+
+def largest(pairs: Iterable[torch.Tensor]) -> float | None:
+    """The largest magnitude among some extremes."""
+    found = [abs(float(one)) for pair in pairs for one in pair]
+    return (math.nan if any(map(math.isnan, found)) else max(found)) if found else None
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """True if each number in it is finite."""
+    return bool(torch.isfinite(extremes(tensor)).all())
+
+
+def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """True if each number in all of them is finite. A sum is finite only if all that it is made of is, and quick; one
+    that is not may have overflowed.
+    """
+    if not tensors:
+        return True
+    if tensors[0].is_cpu:
+        sums = [float(tensor.sum()) for tensor in tensors]
+        suspects = [tensor for tensor, total in zip(tensors, sums, strict=True) if not math.isfinite(total)]
+    else:  # one kernel for all, and one wait
+        suspects = [] if math.isfinite(float(get_total_norm([_numbers_in(one) for one in tensors]))) else [*tensors]
+    return all(map(is_finite, suspects))
+
+
+def norm_of(tensors: Sequence[torch.Tensor]) -> float | None:
+    """The norm of all numbers in them; None if there are none."""
+    if not tensors:
+        return None
+    plain = [_numbers_in(one) if one.is_complex() or one.layout is not torch.strided else one for one in tensors]
+    found = float(get_total_norm(plain))
+    if math.isinf(found) and all(map(is_finite, plain)):  # squares overflow long before numbers do
+        return math.hypot(*[float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in plain])
+    return found
+
+
+# -- judges ------------------------------------------------------------------------------------------------------------
+
+
+class Judge(Protocol):
+    """Says whether a step is worth keeping."""
+
+    def reason(self, numbers: StepNumbers) -> str | None:
+        """Why the step is to be kept; None if it is not."""
+
+
+@frozen
+class NotFinite:
+    """A NaN or an infinity in the output, in the gradient that came back to it, or in the gradient of a parameter.
+
+    Under a GradScaler gradients overflow now and then: the step is skipped, the scale is halved, and nothing is wrong.
+    So a skipped step counts if its output is not finite, if the scale itself is not, or if it is the last of `skips`
+    in a row.
+    """
+
+    skips: int = 10
+
+    def reason(self, numbers: StepNumbers) -> str | None:
+        """What is not finite, from the output back to the weights."""
+        if numbers.output is not None and not math.isfinite(numbers.output):
+            return f"the output has {_kind(numbers.output)}"
+        if numbers.skipped:
+            return self._of_skipped(numbers)
+        if broken := numbers.broken_gradients:
+            more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+            back = numbers.output_grad
+            born = "" if back is None or math.isfinite(back) else f"; so has the gradient at the output {_kind(back)}"
+            return f"the gradient of {broken[0]}{more} is not finite{born}"
+        back = None if numbers.gradients else numbers.output_grad
+        return None if back is None or math.isfinite(back) else f"the gradient at the output has {_kind(back)}"
+
+    def _of_skipped(self, numbers: StepNumbers) -> str | None:
+        if numbers.scale is not None and not math.isfinite(numbers.scale):
+            return f"the scale of the loss is {numbers.scale}"
+        if numbers.skipped >= self.skips:
+            return f"the gradients overflowed, and the GradScaler skipped the step, {numbers.skipped} times in a row"
+        return None
+
+
+def _kind(number: float) -> str:
+    return "a NaN" if math.isnan(number) else "an infinity"
+
+
+class Above:
+    """A number of the step is above a bound, or is NaN: `Above(grad_norm=1e3)`.
+
+    Numbers are `grad_norm` (of all parameters, as the optimizer gets it: after clipping), `output_grad` and `output`
+    (the largest magnitude), `loss` (where the model returns it), `weight`. Of several, one is enough. Gradients of a
+    step that a GradScaler skipped are passed over.
+    """
+
+    def __init__(self, **bounds: Any) -> None:
+        for name, bound in bounds.items():
+            if name not in NUMBERS:
+                raise TypeError(f"Above knows no number {name!r}. It knows {', '.join(NUMBERS)}.")
+            if not isinstance(bound, (int, float)) or math.isnan(bound):
+                raise TypeError(f"Above({name}=...) takes a number, not {bound!r:.60}.")
+        if not bounds:
+            raise TypeError(f"Above takes a bound for one of {', '.join(NUMBERS)}: Above(grad_norm=1e3).")
+        self.bounds: dict[str, float] = bounds
+
+    def reason(self, numbers: StepNumbers) -> str | None:
+        """Which number is above its bound."""
+        for name, bound in self.bounds.items():
+            if numbers.skipped and name in GRADIENTS:
+                continue
+            value: float | None = getattr(numbers, name)
+            if value is not None and not value <= bound:
+                return f"{name} is {value:.4g}, above {bound:.4g}{_which(name, numbers)}"
+        return None
+
+    def __repr__(self) -> str:
+        return f"Above({', '.join(f'{name}={bound!r}' for name, bound in self.bounds.items())})"
+
+
+def _which(name: str, numbers: StepNumbers) -> str:
+    found = numbers.largest_gradient() if name == "grad_norm" else None
+    return f"; the largest gradient is that of {found[0]}, {found[1]:.4g}" if found is not None else ""
+
+
+@define(eq=False)
+class _Units:
+    """The units of one layer: which of them have been something else than zero, and how often each was looked at."""
+
+    alive: torch.Tensor
+    looks: int
+
+
+_WITH_ZEROS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.Hardswish, nn.Hardshrink, nn.Softshrink)
+
+
+@define(eq=False)
+class Dead:
+    """More than a share of the units of a layer are dead: `Dead(0.9)`.
+
+    A dead unit gives exactly zero whatever it is shown. That one example leaves a unit at zero says nothing, so a unit
+    counts as dead once at least `looks` of its values, in one batch or over several samples, were all zero. A unit is
+    a feature: the last axis, or the second one of what a convolution gives (four axes and more); `axis` says another.
+    Looked at are modules that can give exact zeros, such as ReLU, in the steps that the watch samples; `layers` names
+    others by a function of address and module.
+    """
+
+    share: float = 0.9
+    looks: int = 100
+    axis: int | None = None
+    layers: Callable[[str, nn.Module], bool] | None = None
+    _units: dict[str, _Units] = field(factory=dict, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise ValueError(f"Dead takes a share from 0 to below 1, not {self.share!r}: Dead(0.9).")
+
+    def __copy__(self) -> Dead:
+        return Dead(self.share, self.looks, self.axis, self.layers)  # which has seen nothing yet
+
+    def looks_at(self, address: str, module: nn.Module) -> bool:
+        """True for a module whose activations it needs."""
+        return isinstance(module, _WITH_ZEROS) if self.layers is None else bool(self.layers(address, module))
+
+    def activation(self, name: str, tensor: torch.Tensor) -> None:
+        """Take note of the activation of a layer in a sampled step."""
+        if tensor.dim() < 1 or not tensor.numel():
+            return
+        axis = self.axis if self.axis is not None else 1 if tensor.dim() > 3 else -1
+        others = [at for at in range(tensor.dim()) if at != axis % tensor.dim()]
+        alive = torch.any(tensor.detach(), dim=others) if others else tensor.detach() != 0
+        known = self._units.get(name)
+        looks = tensor.numel() // alive.numel()
+        if known is not None and known.alive.shape == alive.shape:
+            alive, looks = known.alive | alive, known.looks + looks
+        self._units[name] = _Units(alive, looks)
+
+    def reason(self, numbers: StepNumbers) -> str | None:
+        """The first layer that has too many dead units. What was looked at often enough begins anew."""
+        ready = {name: units for name, units in self._units.items() if units.looks >= self.looks}
+        for name, units in ready.items():
+            del self._units[name]
+            count = int((~units.alive).sum())
+            if count > self.share * units.alive.numel():
+                return (
+                    f"{count} of {units.alive.numel()} units of {name} are dead: each was zero in all of its last "
+                    f"{units.looks} values"
+                )
+        return None
+
+
+@define(eq=False)
+class Told:
+    """A function of the user's: it gets the numbers, and returns whether the step is to be kept, or why."""
+
+    function: Callable[[StepNumbers], Any]
+
+    def reason(self, numbers: StepNumbers) -> str | None:
+        """What the function says."""
+        said = self.function(numbers)
+        if isinstance(said, str):
+            return said or None
+        return f"{getattr(self.function, '__name__', 'the function of when=')} says so" if bool(said) else None
+
+
+def judges_of(when: Any) -> tuple[Judge, ...]:
+    """The judges that `when=` means: one, a function of the numbers of a step, or several of these."""
+    if when is None:
+        return ()
+    if isinstance(when, (list, tuple)):
+        return tuple([judge for one in when for judge in judges_of(one)])
+    if when in (NotFinite, Above, Dead):
+        raise TypeError(f"when={when.__name__} is a class: write {when.__name__}(...).")
+    if callable(getattr(when, "reason", None)):
+        return (copy(when),)  # each watch has what its own samples showed
+    if callable(when):
+        return (Told(when),)
+    raise TypeError(
+        f"when= takes NotFinite(), Above(grad_norm=1e3), Dead(0.9), a function or a list, not {when!r:.60}."
+    )
