@@ -38,6 +38,8 @@ from ._ir.printer import program_code
 from ._ir.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
 from ._ir.trees import freeze_deep, thaw
 from ._ir.util import FrozenMapping, cached_property
+from ._layers.first_layer import first_layer
+from ._layers.layer import Layer
 from ._layers.name_resolution import as_list
 from ._layers.naming import label_nodes
 from ._layers.summary import as_html, summary
@@ -264,6 +266,23 @@ class Program(ProgramBase):
             layer.label: layer.value
             for layer in map(self._keeping(SaveSpec.of(names)).__getitem__, self._selected(SaveSpec.of(names)))
         }
+
+    def first(self, predicate: Callable[[torch.Tensor], Any], *, grad: bool = False) -> Layer | None:
+        """The first layer, in the order of the program, whose value satisfies a predicate; None if no layer's does.
+
+        The predicate gets a tensor, and answers with a truth value, or a tensor of them, of which one is enough. Of a
+        layer that gives several tensors each is asked. Integers are asked as well. Values that were not kept are
+        computed again. With `grad=True` it gets the gradients of the backward pass instead, from the output back: the
+        first one is where the backward pass went wrong. Parameters are no layers: `prog.state` has them.
+
+        >>> capture(lambda x: (x - 2).sqrt() + 1, torch.ones(3)).first(lambda value: ~torch.isfinite(value)).label
+        'sqrt_1_2'
+        """
+        if grad:
+            found = self.gradients
+            return first_layer(reversed(self.layers), lambda layer: found.get(layer.label), predicate)
+        prog = self if self._record.saved is None else self.saving("all")
+        return first_layer(prog.layers, lambda layer: layer.value, predicate)
 
     def saving(self, save: Any) -> Program:
         """The same program with other values saved, selected as by `save=` of a capture; missing ones are computed."""
