@@ -27,25 +27,23 @@ class NewFile:
         self.path, self._descriptor = claim(Path(path))
         self._end = 0
 
-    def append(self, data: bytes) -> None:
-        """Write at the end, at once."""
-        written = os.write(self._descriptor, data)
-        if written != len(data):
-            os.ftruncate(self._descriptor, self._end)
-            os.lseek(self._descriptor, self._end, os.SEEK_SET)
-            raise OSError(errno.ENOSPC, "no room for a whole record", str(self.path))
-        self._end += written
+    def append(self, data: bytes, over: bytes = b"") -> None:
+        """Write at the end, at once; over a mark of the end, which `data` has again."""
+        begin = self._end - len(over)
+        try:
+            self.write(data, begin)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, begin)
+                self.write(over, begin)
+            raise
+        self._end = begin + len(data)
 
-    def replace(self, data: bytes, at: int) -> None:
-        """Write over what is there already."""
+    def write(self, data: bytes, at: int) -> None:
+        """Write at a place."""
         os.lseek(self._descriptor, at, os.SEEK_SET)
-        os.write(self._descriptor, data)
-        os.lseek(self._descriptor, self._end, os.SEEK_SET)
-
-    def step_back(self, size: int) -> None:
-        """The next append replaces the last `size` bytes."""
-        self._end -= size
-        os.lseek(self._descriptor, self._end, os.SEEK_SET)
+        if os.write(self._descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, "no room", str(self.path))
 
     def close(self) -> None:
         """The descriptor is given back. Again: nothing."""

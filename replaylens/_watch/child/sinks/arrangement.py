@@ -1,0 +1,86 @@
+"""Values of any shape as a matrix to look at.
+
+In: a sample. Out: a matrix, and words for what of the sample it shows. A matrix is itself; images and kernels become
+tiles; of a batch of images the first is shown.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..statistics import real
+from ..wire import Sample
+from .canvas import Numbers
+
+MOST_TILES = 256
+PARAMETERS = "weight", "weight_grad", "update"
+
+
+class Arranged(NamedTuple):
+    """A matrix of the values. `gaps` is how far tiles lie apart: there the matrix has no value."""
+
+    matrix: Numbers
+    empty: NDArray[np.bool_] | None = None  # where there is no value
+    said: str = ""
+
+
+def arranged(sample: Sample, gap: int = 1) -> Arranged | None:
+    """The values as a matrix, or None where their places are not known or there are none."""
+    values: Any = real(sample.values)
+    shape = [one for one in sample.shape if one != 1]
+    if not values.size or values.size != math.prod(shape):
+        return None
+    values = values.reshape(shape)
+    if values.ndim <= 2:
+        return Arranged(values.reshape(1, -1) if values.ndim < 2 else values)
+    if values.ndim == 4 and sample.what in PARAMETERS and values.shape[0] * values.shape[1] <= 16 * MOST_TILES:
+        return tiled(values, gap, "")
+    said = ""
+    if values.ndim > 3 and sample.what not in PARAMETERS:
+        said, values = f"item 0 of {values.shape[0]}", values[0]
+    tiles = values.reshape(-1, *values.shape[-2:])
+    if len(tiles) > MOST_TILES:
+        said = f"{said}, " * bool(said) + f"{MOST_TILES} of {len(tiles)} maps"
+        tiles = tiles[:MOST_TILES]
+    wide = grid_of(len(tiles), *tiles.shape[1:])
+    missing = -len(tiles) % wide
+    empty = np.zeros(len(tiles) + missing, bool)
+    empty[len(tiles) :] = True
+    tiles = np.concatenate([tiles, np.zeros((missing, *tiles.shape[1:]), tiles.dtype)])
+    return tiled(tiles.reshape(-1, wide, *tiles.shape[1:]), gap, said, empty.reshape(-1, wide))
+
+
+def grid_of(count: int, height: int, width: int) -> int:
+    """How many tiles stand beside each other: about as for a picture of three to four, with few places left empty."""
+    best = max(math.sqrt(count * height / width * 4 / 3), 1.0)
+    near = range(max(round(best * 0.7), 1), min(round(best * 1.4), count) + 1)
+    return min(near, key=lambda wide: -count % wide / count + abs(math.log(wide / best)), default=count)
+
+
+def tiled(tiles: Numbers, gap: int, said: str, missing: NDArray[np.bool_] | None = None) -> Arranged:
+    """A matrix of matrices as one."""
+    down, across, height, width = tiles.shape
+    padded = np.zeros((down, height + gap, across, width + gap), tiles.dtype)
+    padded[:, :height, :, :width] = tiles.transpose(0, 2, 1, 3)
+    empty = np.ones(padded.shape, bool)
+    empty[:, :height, :, :width] = False if missing is None else missing[:, None, :, None]
+    form = down * (height + gap), across * (width + gap)
+    last = slice(None, -gap or None)
+    return Arranged(padded.reshape(form)[last, last], empty.reshape(form)[last, last], said)
+
+
+def reduced(matrix: Numbers, height: int, width: int, middle: float) -> Numbers:
+    """At most so many rows and columns. Of values that fall together, the one farthest from the middle is shown: single
+    large ones stay, and a value that is not a number hides its neighbours.
+    """
+    for axis, most in enumerate((height, width)):
+        if matrix.shape[axis] > most:
+            begins = np.arange(most) * matrix.shape[axis] // most
+            high, low = (one.reduceat(matrix, begins, axis) for one in (np.maximum, np.minimum))
+            with np.errstate(all="ignore"):
+                matrix = np.where(high - middle >= middle - low, high, low)
+    return matrix
