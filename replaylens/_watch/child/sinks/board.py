@@ -1,0 +1,70 @@
+"""TensorBoard's event files: the numbers of each sample as curves, its histogram, notes and alarms as text.
+
+In: samples with their numbers. Out: a folder for this run alone. TensorBoard's own writer needs neither torch nor
+TensorFlow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..statistics import Histogram, Stats
+from ..wire import Event, Sample
+from .new_files import numbered, title
+from .single_numbers import numbers_of, text_of
+
+LARGEST = 3.4e38  # curves are of 32 bits
+
+
+class Board:
+    """A folder of TensorBoard. One that has events of an earlier run already stays as it is."""
+
+    def __init__(self, options: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+        folder = Path(options["folder"])
+        self.path = next(one for one in numbered(folder) if not any(one.glob("*tfevents*")))
+        writer = import_module("tensorboard.summary.writer.event_file_writer")
+        self._summary = import_module("tensorboard.compat.proto.summary_pb2")
+        self._events = import_module("tensorboard.compat.proto.event_pb2")
+        self._tensors = import_module("tensorboard.compat.proto.tensor_pb2")
+        self._writer = writer.EventFileWriter(str(self.path))
+
+    def sample(self, sample: Sample, stats: Stats) -> None:
+        """All of a sample as one event: `layer1.conv/activation/mean`, and so on."""
+        begin = f"{title(sample.name)}/{sample.what}"
+        Value = self._summary.Summary.Value
+        values = [
+            Value(tag=f"{begin}/{name}", simple_value=max(min(number, LARGEST), -LARGEST))
+            for name, number in numbers_of(stats).items()
+        ]
+        if stats.histogram is not None:
+            values.append(Value(tag=f"{begin}/histogram", histo=self._bars(stats.histogram, stats)))
+        self._add(values, sample.step, sample.time)
+
+    def event(self, event: Event) -> None:
+        """Text, for those who look there."""
+        text = self._tensors.TensorProto(dtype=7, string_val=[text_of(event).encode()])  # 7: strings
+        text.tensor_shape.dim.add(size=1)
+        value = self._summary.Summary.Value(tag=f"watch/{event.kind}", tensor=text)
+        value.metadata.plugin_data.plugin_name = "text"
+        self._add([value], event.step, event.time)
+
+    def _bars(self, histogram: Histogram, stats: Stats) -> Any:
+        count, mean, std = sum(histogram.counts), stats.mean or 0.0, min(stats.std or 0.0, 1e150)
+        squares = (std**2 + min(abs(mean), 1e150) ** 2) * count
+        return self._summary.HistogramProto(
+            min=stats.least, max=stats.most, num=count, sum=mean * count, sum_squares=squares,
+            bucket_limit=histogram.edges[1:], bucket=histogram.counts,
+        )  # fmt: skip
+
+    def _add(self, values: list[Any], step: int, time: float) -> None:
+        summary = self._summary.Summary(value=values)
+        self._writer.add_event(self._events.Event(step=step, wall_time=time, summary=summary))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
