@@ -14,6 +14,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -64,7 +65,7 @@ class LiveServer:
         self.port = self._server.port
         self.url = f"http://{HERE}:{self.port}/?token={token}"
         self.url_file = _written(self.url, Path(options.get("folder") or tempfile.gettempdir()))
-        threading.Thread(target=self._server.serve_forever, args=(0.2,), name="replaylens-http", daemon=True).start()
+        self._server.start()
 
     def attach(self, status: Callable[[], Mapping[str, Any]], pause: Callable[[bool], None]) -> None:
         """What the child knows of all its sinks, and how the training is asked to pause."""
@@ -82,12 +83,11 @@ class LiveServer:
         """Pages are told by a thread of their own."""
 
     def close(self) -> None:
-        """Tell the pages, and be gone: the port, the threads, the file with the address."""
+        """Tell the pages, and be gone: the port, the threads, the file with the address. Twice is once."""
         with contextlib.suppress(OSError):
             self.url_file.unlink()
         self.feed.close()
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()
 
 
 def _written(url: str, folder: Path) -> Path:
@@ -113,17 +113,39 @@ class _Server(ThreadingTCPServer):
 
     allow_reuse_address = os.name != "nt"  # there it would mean that others may take the port as well
     daemon_threads = True
+    timeout = 1.0  # seconds between two looks whether it is over
     block_on_close = False
     request_queue_size = 64
 
     def __init__(self, port: int, feed: Feed, token: str) -> None:
         self.feed, self.token = feed, token
+        self._is_over = False
         self._room = threading.BoundedSemaphore(MOST_THREADS)
         super().__init__((HERE, port), _Handler)
 
     @property
     def port(self) -> int:
         return int(self.server_address[1])
+
+    def start(self) -> None:
+        """Listen, in a thread."""
+        self._thread = threading.Thread(target=self._accept, name="replaylens-http", daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while not self._is_over:
+            self.handle_request()
+
+    def stop(self) -> None:
+        """Listen no more. The thread is woken by a connection of our own: to close what it waits for does not."""
+        self._is_over = True
+        with contextlib.suppress(OSError):
+            socket.create_connection((HERE, self.port), timeout=1.0).close()
+        self._thread.join(2.0)
+        self.server_close()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return not self._is_over
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):
