@@ -317,7 +317,7 @@ class Child:
             self._look()
 
     def event(self, kind: str, step: int = 0, **facts: Any) -> None:
-        """Something happened: the sinks are told of it after the samples until now. None is lost silently."""
+        """Something happened: the sinks are told after the samples until now. What is lost is counted."""
         line = json.dumps([kind, step, self.ring.now(), self.ring.sent, facts], default=str)
         if self._page is not None and not self._tell(line.encode()):
             self._lost_events += 1
@@ -376,7 +376,7 @@ class Child:
             dropped,
             page.faults + self._deaths,
             {**self._said.get("errors", {}), **self._errors},
-            page.state == wire.READY,
+            is_alive and page.state == wire.READY,
             is_alive,
             self._said.get("url") if is_alive else None,
             bool(page.wants_pause),
