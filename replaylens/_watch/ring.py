@@ -145,6 +145,23 @@ class Ring:
         """Send what a tensor has become less what it was: `before` is `thin(tensor)` of then."""
         return self._undisturbed(name, self._put_pair, tensor, before, name, what, step, note)
 
+    def hold(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        what: str,
+        step: int,
+        exact: bool = True,
+        scaled: bool = False,
+        note: str = "",
+    ) -> Callable[[], bool]:
+        """The values as they are now, to be sent later, if at all: by calling what is returned."""
+        held: list[Any] = []
+        if not self._undisturbed(name, self._hold, held, tensor, exact, scaled):
+            return lambda: False
+        values, facts = held
+        return lambda: self._undisturbed(name, self._publish, values, name, what, step, note, facts)
+
     def thin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values of a tensor at the places that `put` sends, as a flat copy; raises where `put` would refuse."""
         with without_function_modes():
@@ -163,17 +180,25 @@ class Ring:
         return True
 
     def _put(self, tensor: torch.Tensor, name: str, what: str, step: int, exact: bool, scaled: bool, note: str) -> None:
+        values, facts = self._prepared(tensor, exact, scaled)
+        self._publish(values, name, what, step, note, facts)
+
+    def _hold(self, held: list[Any], tensor: torch.Tensor, exact: bool, scaled: bool) -> None:
+        values, facts = self._prepared(tensor, exact, scaled)
+        held += [values.clone(), facts]
+
+    def _prepared(self, tensor: torch.Tensor, exact: bool, scaled: bool) -> tuple[torch.Tensor, Facts]:
+        """What of a tensor is sent."""
         values = readable(tensor, self.raw)
         most, size, shape = self._most(values.dtype), values.numel(), values.shape
         flags = wire.SCALED if scaled else 0
         if tensor.is_sparse and shape != tensor.shape:
             flags, shape = flags | wire.FLAT, tensor.shape
         if size <= most:
-            self._publish(values, name, what, step, note, Facts(shape, tensor.dtype, size, flags))
-            return
+            return values, Facts(shape, tensor.dtype, size, flags)
         looks = exact and size * values.element_size() <= LARGEST_SEEN
         facts = Facts(shape, tensor.dtype, size, flags | wire.THINNED, extremes(values) if looks else UNKNOWN)
-        self._publish(places(values, most), name, what, step, note, facts)
+        return places(values, most), facts
 
     def _put_pair(self, tensor: torch.Tensor, before: torch.Tensor, name: str, what: str, step: int, note: str) -> None:
         now = self._thin(tensor)
