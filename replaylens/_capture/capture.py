@@ -182,7 +182,7 @@ def _trace_twice(
 
 
 def _trace_once(forward: TraceRequest, recording: Recording, origins: Provenance, deep: bool) -> Captured:
-    _require_ready(origins)
+    require_ready(origins)
     if forward.begun is not None:
         forward.begun((recording, forward.beginning))
     origins.attributes_begun = forward.beginning.snapshot.attributes
@@ -422,7 +422,7 @@ def require_no_iterators(args: Any, kwargs: Any) -> None:
         )
 
 
-def _require_ready(origins: Provenance) -> None:
+def require_ready(origins: Provenance) -> None:
     kinds = {type(module) for module, _, _ in origins.table}
     if not any(issubclass(kind, (nn.DataParallel, LazyModuleMixin)) for kind in kinds):
         return

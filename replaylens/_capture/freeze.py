@@ -83,6 +83,12 @@ def freeze_recording(recording: Recording, reads: list[list[ValueId]]) -> Frozen
     return _Freezer(recording, reads).frozen()
 
 
+def names_of(recording: Recording, reads: list[list[ValueId]]) -> tuple[list[str], list[bool]]:
+    """The name of each record, and which are orphans, without a graph. `reads` is what each record reads."""
+    addresses = _addresses(recording)
+    return _names(recording, _summaries(recording, reads, addresses, _scopes(recording, addresses)[0]))
+
+
 def last_name(recording: Recording) -> str:
     """The name of the last call, for a message about a forward that raised."""
     addresses = _addresses(recording)

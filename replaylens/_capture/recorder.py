@@ -112,6 +112,7 @@ class Recorder(TorchFunctionMode):
         "took",
     )
     leaves_changes = True  # the forward's writes to the model are kept
+    only_follows = False  # the forward is somebody else's: nothing is computed beside it, and nothing filled
 
     def __init__(self, recording: Recording, origins: Provenance, date: StartMark, deep: bool, unknown: str) -> None:
         super().__init__()
@@ -210,7 +211,8 @@ class Recorder(TorchFunctionMode):
         is_undefined = rule.is_undefined or is_new_memory(func, args)
         if is_undefined:
             made, empty = (blank_filled, fill_uninitialized) if fills_uninitialized() else (blank, zero_uninitialized)
-            empty(out)
+            if not self.only_follows:
+                empty(out)
             reads = [Target.of(func), *reads]
         if isinstance(out, torch.Tensor) and any(out is tensor for tensor in tensors):
             own = self.identity_alias(rule, out)

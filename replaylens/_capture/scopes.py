@@ -188,6 +188,16 @@ def listening(listener: Listener) -> AbstractContextManager[None]:
     return during(_lock, partial(_enter, here, listener), partial(_leave, here, listener))
 
 
+def is_listening() -> bool:
+    """True if module calls of this thread reach a listener."""
+    return bool(_listeners.get(get_ident()))
+
+
+def stop_listening(listener: Listener) -> None:
+    """Calls of this thread no longer reach a listener, whose block has not ended yet."""
+    run_locked(_lock, partial(_leave, get_ident(), listener))
+
+
 def _enter(here: int, listener: Listener) -> None:
     _put_in()
     _listeners.setdefault(here, []).append(listener)

@@ -160,7 +160,8 @@ class ModuleContents:
 
 class Snapshot:
     """Shallow copies of what Python code in a forward usually changes. `whole`: of everything that hangs on the
-    modules. `held`: their content, if already known.
+    modules. `held`: their content, if already known. Without `inputs`, which are a tuple else: attributes and hooks
+    alone, which cannot be put back.
     """
 
     def __init__(
@@ -188,12 +189,17 @@ class Snapshot:
                 self.plain_modules.append((module, attributes["training"], count))
             else:
                 self.attributes.append((module, {k: v for k, v in attributes.items() if k not in self.skipped}))
+        if inputs is not None:
+            self._copy_contents(inputs)
+        del self._seen
+
+    def _copy_contents(self, inputs: Any) -> None:
+        """Copies of the containers and plain objects that hang on the modules and lie among the inputs."""
         for _, attributes in self.attributes:
             for value in attributes.values():
                 self._copy(value, 3)
         self.module_containers = len(self.containers)  # how many of them hang on modules
         self._copy(inputs, 6)
-        del self._seen
 
     def _copy(self, value: Any, depth: int) -> None:
         kind = type(value)

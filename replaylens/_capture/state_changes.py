@@ -124,6 +124,8 @@ def check_late_write(
     """Refuses gradients if a backward reads the memory that is written now. `replaced`: the object that gets other
     memory.
     """
+    if recorder.only_follows:
+        return
     recording = recorder.recording
     held = set(held) or {*base.held, base.handle}
     memory = recorder.known_storages_of(base)

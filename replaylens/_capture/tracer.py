@@ -622,7 +622,7 @@ class Tracer(Recorder):
             self._learn_class(type(module))
         records = len(recording.records)
         try:
-            if self.has_scripts and isinstance(module, torch.jit.ScriptModule):
+            if self.has_scripts and self._is_script(module):
                 out = self._script_call(module, call, args, kwargs)
             else:
                 out = call(module, *args, **kwargs)
@@ -648,6 +648,10 @@ class Tracer(Recorder):
         """A class of modules runs for the first time. A function mode sees nothing of TorchScript."""
         self.has_scripts |= issubclass(kind, torch.jit.ScriptModule)
         self.forward = self.forwards[kind] = getattr(getattr(kind, "forward", None), "__code__", None)
+
+    def _is_script(self, module: nn.Module) -> bool:
+        """True for a module whose calls no function mode sees."""
+        return isinstance(module, torch.jit.ScriptModule)
 
     def _script_call(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         outer, self.script_is_open = self.script_is_open, "aten::detach" not in str(module.inlined_graph)
