@@ -7,7 +7,7 @@ with NaN is False in Python, so that `norm > 1e3` lets a NaN pass: `Above` does 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, Protocol
 
@@ -22,6 +22,22 @@ GRADIENTS = ("grad_norm", "output_grad")  # what a GradScaler may make overflow 
 NUMBERS = ("output", "loss", "weight", *GRADIENTS)
 
 
+class Forward(Protocol):
+    """One forward of the step: what is known of its output."""
+
+    def is_finite(self) -> bool:
+        """True if no number in the output is a NaN or an infinity."""
+
+    def output_extremes(self) -> list[torch.Tensor]:
+        """The least and the most of each tensor in the output."""
+
+    def loss(self) -> torch.Tensor | None:
+        """The loss, where the model returns it."""
+
+    def output_grads(self) -> list[torch.Tensor]:
+        """The gradients that came back to the output."""
+
+
 # -- the numbers of a step ---------------------------------------------------------------------------------------------
 
 
@@ -34,59 +50,69 @@ class StepNumbers:
     def __init__(
         self,
         step: int,
-        parameters: Sequence[tuple[str, torch.Tensor]],
-        outputs: Sequence[torch.Tensor] = (),
-        losses: Sequence[torch.Tensor] = (),
-        output_grads: Sequence[torch.Tensor] = (),
+        parameters: Callable[[], Sequence[torch.Tensor]],
+        names: Callable[[], Mapping[int, str]],
+        forwards: Sequence[Forward] = (),
         scale: float | None = None,
         skipped: int = 0,
     ) -> None:
         self.step = step
         self.scale = scale  # by which a GradScaler multiplied the loss
         self.skipped = skipped  # how many steps in a row, up to this one, a GradScaler has not let the optimizer take
-        self._parameters = parameters
-        self._outputs, self._losses = outputs, losses  # least and most of each output; outputs that are one number
-        self._output_grads = output_grads
+        self._all_parameters, self._names = parameters, names
+        self._forwards = forwards
+
+    @property
+    def has_finite_output(self) -> bool:
+        """Whether all that the model returned is finite."""
+        return all(forward.is_finite() for forward in self._forwards)
 
     @cached_property
     def output(self) -> float | None:
         """The largest magnitude in what the model returned."""
-        return largest(self._outputs)
+        return largest([pair for forward in self._forwards for pair in forward.output_extremes()])
 
     @cached_property
     def loss(self) -> float | None:
         """The loss, where the model returns it: alone, or as `output.loss`."""
-        return float(self._losses[-1]) if self._losses else None
+        losses = [loss for forward in self._forwards if (loss := forward.loss()) is not None]
+        return float(losses[-1]) if losses else None
 
     @cached_property
     def output_grad(self) -> float | None:
         """The largest magnitude in the gradient that came back to the output."""
-        return largest([extremes(one) for one in self._output_grads])
+        return largest([extremes(grad) for forward in self._forwards for grad in forward.output_grads()])
 
     @cached_property
     def grad_norm(self) -> float | None:
         """The norm of all gradients of parameters, as the optimizer gets them: summed up, averaged, clipped."""
-        return norm_of([gradient for _, gradient in self.gradients])
+        return norm_of(self.gradients)
 
     @cached_property
     def weight(self) -> float | None:
         """The largest magnitude among the parameters."""
-        return largest([extremes(tensor.detach()) for _, tensor in self._parameters])
+        return largest([extremes(local(tensor.detach())) for tensor in self._all_parameters()])
 
     @cached_property
-    def gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """The gradients of the parameters, by address."""
-        return [(name, local(tensor.grad)) for name, tensor in self._parameters if tensor.grad is not None]
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients of the parameters."""
+        grads = [grad for one in self._all_parameters() if (grad := one.grad) is not None]
+        return grads if all(type(grad) is torch.Tensor for grad in grads) else list(map(local, grads))
 
-    @cached_property
+    @property
+    def named_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """The same with the addresses of the parameters."""
+        names = self._names()
+        held = [one for one in self._all_parameters() if one.grad is not None]
+        return [(names.get(id(one), "?"), grad) for one, grad in zip(held, self.gradients, strict=True)]
+
+    @property
     def broken_gradients(self) -> tuple[str, ...]:
         """The parameters in whose gradients a number is not finite."""
         known: float | None = vars(self).get("grad_norm")
-        if known is not None and math.isfinite(known):
+        if (known is not None and math.isfinite(known)) or are_finite(self.gradients):
             return ()
-        if are_finite([gradient for _, gradient in self.gradients]):
-            return ()
-        return tuple([name for name, gradient in self.gradients if not is_finite(gradient)])
+        return tuple([name for name, gradient in self.named_gradients if not is_finite(gradient)])
 
     @property
     def known(self) -> dict[str, float]:
@@ -96,12 +122,14 @@ class StepNumbers:
 
     def largest_gradient(self) -> tuple[str, float] | None:
         """The parameter whose gradient has the largest norm, and that norm; one with a NaN, if there is one."""
-        norms = [(name, norm_of([gradient]) or 0.0) for name, gradient in self.gradients]
+        norms = [(name, norm_of([gradient]) or 0.0) for name, gradient in self.named_gradients]
         return max(norms, key=lambda pair: (math.isnan(pair[1]), pair[1]), default=None)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process has of a tensor that is spread over several."""
+    if type(tensor) is torch.Tensor:
+        return tensor
     part: Any = getattr(tensor, "to_local", None)
     return tensor if part is None else part()
 
@@ -139,11 +167,14 @@ def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     if not tensors:
         return True
     if tensors[0].is_cpu:
-        sums = [float(tensor.sum()) for tensor in tensors]
-        suspects = [tensor for tensor, total in zip(tensors, sums, strict=True) if not math.isfinite(total)]
+        suspects = [tensor for tensor in tensors if not _is_finite_number(tensor.sum().item())]
     else:  # one kernel for all, and one wait
         suspects = [] if math.isfinite(float(get_total_norm([_numbers_in(one) for one in tensors]))) else [*tensors]
     return all(map(is_finite, suspects))
+
+
+def _is_finite_number(number: complex) -> bool:
+    return number - number == 0
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> float | None:
@@ -180,8 +211,8 @@ class NotFinite:
 
     def reason(self, numbers: StepNumbers) -> str | None:
         """What is not finite, from the output back to the weights."""
-        if numbers.output is not None and not math.isfinite(numbers.output):
-            return f"the output has {_kind(numbers.output)}"
+        if not numbers.has_finite_output:
+            return f"the output has {_kind(numbers.output or math.inf)}"
         if numbers.skipped:
             return self._of_skipped(numbers)
         if broken := numbers.broken_gradients:

@@ -12,32 +12,31 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread, get_ident
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from attrs import define, evolve, field
 from torch import nn
-from torch.utils.hooks import unserializable_hook
 
 from .._ir.memory import storage_of, version_of
 from .._ir.model_state import FUSED_STEPS, PLAIN, raw_state
 from .._ir.node import Context, Ref
-from .._ir.settings import settings
+from .._ir.settings import Settings, settings
 from .._ir.torch_private import (
     count_dispatch_modes,
+    count_function_modes,
     is_any_autocast_on,
     is_wrapped,
     without_any_modes,
     without_function_modes,
 )
-from .._ir.trees import ATOMS, freeze_deep, leaves, map_leaves_shared
+from .._ir.trees import ATOMS, Branch, freeze_deep, leaves, map_leaves_shared
 from .._store.objects import save
-from .judges import Dead, Judge, StepNumbers, extremes, is_finite, judges_of
+from .judges import Dead, Judge, StepNumbers, are_finite, extremes, judges_of
 from .step_file import (
     GivenTensor,
     ModuleFacts,
@@ -45,6 +44,7 @@ from .step_file import (
     StepData,
     copies_of,
     generators_of,
+    modules_of,
     places_of,
     shown_text,
 )
@@ -55,37 +55,51 @@ COOL_DOWN = 100  # steps without an alarm, until there can be another
 _LARGE = 2**18  # bytes of a buffer that is looked at before it is copied
 _ANEW = 50  # forwards after which a model's modules are listed anew
 _DEVICES = ("cuda", "xpu", "mps")
-_Received = tuple[torch.Tensor, int]  # a gradient, and its write counter
 
 
 @define(eq=False)
 class _Places:
     """Where a module has its tensors. It keeps nothing of it alive."""
 
+    module: ref[nn.Module]
+    is_compiled: bool
     modules: list[tuple[str, ref[nn.Module]]]
     parameters: list[tuple[str, ref[nn.Module], str]]
     buffers: list[tuple[str, ref[nn.Module], str]]
     generators: dict[str, torch.Generator]
-    forwards: int = 0
+    devices: list[str]  # that are in use besides the CPU
+    settings: Settings  # switches that choose kernels, when the places were listed
+    are_tied: bool  # a parameter stands in two places
     writes_inputs: bool = False  # a forward has written its inputs in place
-    copies: dict[str, tuple[Any, torch.Tensor]] = field(
-        factory=dict
-    )  # of large buffers: what they looked like, and they
+    forwards: int = 0
+    copies: dict[str, tuple[Any, torch.Tensor]] = field(factory=dict)  # of large buffers, and what these looked like
 
     @staticmethod
-    def of(module: nn.Module) -> _Places:
-        """The places of a module and of those below it."""
-        rows = [(address, ref(inner), key, is_parameter) for address, inner, key, is_parameter in places_of(module)]
+    def of(module: nn.Module, writes_inputs: bool = False) -> _Places:
+        """The places of a module, beneath its wrappers, and of those below it."""
+        inner, is_compiled = unwrapped_model(module)
+        rows = [(address, ref(inside), key, is_parameter) for address, inside, key, is_parameter in places_of(inner)]
         return _Places(
-            [(address, ref(inner)) for address, inner in module.named_modules(remove_duplicate=False)],
-            [(address, inner, key) for address, inner, key, is_parameter in rows if is_parameter],
-            [(address, inner, key) for address, inner, key, is_parameter in rows if not is_parameter],
-            generators_of(module),
+            ref(inner),
+            is_compiled,
+            [(address, ref(inside)) for address, inside in modules_of(inner)],
+            [(address, inside, key) for address, inside, key, is_parameter in rows if is_parameter],
+            [(address, inside, key) for address, inside, key, is_parameter in rows if not is_parameter],
+            generators_of(inner),
+            [kind for kind in _DEVICES if _is_in_use(kind)],
+            settings(torch.float32),
+            len(list(inner.parameters())) < len([row for row in rows if row[3]]),
+            writes_inputs,
         )
 
-    def held_parameters(self) -> list[torch.Tensor | None]:
-        """The parameters that stand there now."""
-        return [None if (module := at()) is None else module._parameters.get(key) for _, at, key in self.parameters]
+    def held_parameters(self) -> list[tuple[torch.Tensor | None, int, bool]]:
+        """The parameters that stand there now, with their write counters, and whether they are trained."""
+        found: list[tuple[torch.Tensor | None, int, bool]] = []
+        for _, at, key in self.parameters:
+            module = at()
+            held = None if module is None else module._parameters.get(key)
+            found.append((None, -1, False) if held is None else (held, version_of(held), held.requires_grad))
+        return found
 
     def copied_buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers."""
@@ -108,6 +122,16 @@ class _Places:
             known = self.copies[address] = look, copies_of([buffer])[0]
         return known[1]
 
+    def generator_states(self) -> dict[str, torch.Tensor]:
+        """The states of the generators that a forward may draw from."""
+        found = {"cpu": torch.default_generator.get_state()}
+        for kind in self.devices:
+            device: Any = getattr(torch, kind)
+            found |= {f"{kind}:{at}": one.get_state() for at, one in enumerate(device.default_generators)}
+        for path, generator in self.generators.items():
+            found[path] = generator.get_state()
+        return found
+
 
 @define(eq=False)
 class _Input:
@@ -121,19 +145,63 @@ class _Input:
 
 
 @define(eq=False)
+class _Output:
+    """A tensor in the output: itself if it is small, else its extremes; and what came back to it."""
+
+    tensor: torch.Tensor | None
+    version: int
+    seen: torch.Tensor | None
+    received: list[tuple[torch.Tensor, int]]  # gradients with their write counters, one for each backward pass
+
+    @staticmethod
+    def of(tensor: torch.Tensor, is_judged: bool) -> _Output:
+        """What is kept of a tensor."""
+        if not is_judged or type(tensor) is not torch.Tensor or tensor.is_meta:
+            return _Output(None, -1, None, [])
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return _Output(None, -1, None, [])
+        held = tensor.detach()
+        if tensor.layout is torch.strided and tensor.nbytes <= _LARGE:
+            return _Output(held, version_of(held), None, [])
+        return _Output(None, -1, extremes(held), [])
+
+    def extremes(self) -> torch.Tensor | None:
+        """The least and the most of it; None where that is not known."""
+        if self.seen is None and self.tensor is not None:
+            self.seen = extremes(self.tensor)
+        return self.seen
+
+    def is_finite(self) -> bool:
+        """True if no number in it is known not to be finite."""
+        if self.seen is None and self.tensor is not None:
+            return are_finite([self.tensor])
+        return self.seen is None or bool(torch.isfinite(self.seen).all())
+
+
+class _Receiver:
+    """A hook on a tensor of the output. It knows a list alone, and keeps nothing else alive; copies have none."""
+
+    __slots__ = ("received",)
+    __torch_unserializable__ = True
+
+    def __init__(self, received: list[tuple[torch.Tensor, int]]) -> None:
+        self.received = received
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self.received.append((grad.detach(), version_of(grad)))
+
+
+@define(eq=False)
 class _Beginning:
-    """What one forward of a step began with."""
+    """What one forward of a step began with, and what is known of its output."""
 
     step: int
     address: str
-    module: ref[nn.Module]
     places: _Places
     thread: int
     tree: Any
     inputs: list[_Input]
-    parameters: list[torch.Tensor | None]
-    versions: list[int]
-    trained: list[bool]
+    parameters: list[tuple[torch.Tensor | None, int, bool]]  # with write counters, and whether they are trained
     fused_steps: int
     training: list[bool]
     buffers: dict[str, torch.Tensor]
@@ -141,40 +209,35 @@ class _Beginning:
     python: Any
     numpy: Any
     context: Context
-    threads: int
     is_over: bool = False  # the forward has ended
     is_judged: bool = False
-    outputs: list[torch.Tensor | None] = field(factory=list)  # of each tensor in the output: its extremes
-    losses: list[torch.Tensor] = field(factory=list)
-    grads: list[list[_Received]] = field(factory=list)  # of each: what came back, once for each backward pass
-    handles: list[Any] = field(factory=list)  # hooks on leaves, which outlive the forward
+    outputs: list[_Output] = field(factory=list)
+    loss_alone: torch.Tensor | None = None
     why: list[str] = field(factory=list)  # it is not exact
 
+    def is_finite(self) -> bool:
+        """True if no number in the output is known not to be finite."""
+        return all(one.is_finite() for one in self.outputs)
+
+    def output_extremes(self) -> list[torch.Tensor]:
+        """The extremes of each tensor in the output."""
+        return [found for one in self.outputs if (found := one.extremes()) is not None]
+
+    def loss(self) -> torch.Tensor | None:
+        """The loss, where the model returns it."""
+        return self.loss_alone
+
     def output_grads(self) -> list[torch.Tensor]:
-        """Everything that came back."""
-        return [grad for received in self.grads for grad, _ in received]
-
-    def release(self) -> None:
-        """Take off the hooks that would stay."""
-        for handle in self.handles:
-            handle.remove()
+        """Everything that came back to the output."""
+        return [grad for one in self.outputs for grad, _ in one.received]
 
 
-class _Unseen:
-    """A block in which nothing of what is computed is seen: by autograd, by modes of the user's."""
-
-    __slots__ = ("_blocks",)
-
-    def __enter__(self) -> None:
-        self._blocks: list[Any] = [without_function_modes(), torch.no_grad()]
-        if count_dispatch_modes():
-            self._blocks.append(without_any_modes())
-        for block in self._blocks:
-            block.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for block in reversed(self._blocks):
-            block.__exit__(None, None, None)
+def _unseen(work: Callable[..., None], *args: Any) -> None:
+    """Do something that no mode of the user's sees."""
+    if not (count_function_modes() or count_dispatch_modes()):
+        return work(*args)
+    with without_function_modes(), without_any_modes():
+        return work(*args)
 
 
 class Keeper:
@@ -203,7 +266,7 @@ class Keeper:
         self._model = ref(unwrapped_model(model)[0])
         self._takes_all_generators = rng == "all"
         self._told = told
-        self._places: WeakKeyDictionary[nn.Module, _Places] = WeakKeyDictionary()
+        self._places: dict[int, tuple[ref[nn.Module], _Places]] = {}  # by id
         self._beginnings: list[_Beginning] = []
         self._wanted: str | None = None  # why the step that runs is to be kept
         self._alarms = 0
@@ -211,6 +274,7 @@ class Keeper:
         self._skips = 0  # steps in a row that a GradScaler skipped
         self._scaler: Any = None
         self._scale: float | None = None  # when it was last asked
+        self._handles: list[Any] = []  # hooks on leaves in outputs, which outlive the forward
         self._threads: list[Thread] = []
         self._taken: set[str] = set()  # paths of files
         self._is_closed = False
@@ -219,38 +283,13 @@ class Keeper:
 
     def begin(self, module: nn.Module, address: str, args: Any, kwargs: Any, step: int) -> None:
         """A forward of the model, or of a part of it that is called by itself, begins."""
-        if self._is_closed:
-            return
-        with _Unseen():
-            self._settle(step)
-            if self._is_idle():
-                self._clear()
-                return
-            inner, is_compiled = unwrapped_model(module)
-            places = self._places.get(inner)
-            if places is None or places.forwards >= _ANEW:
-                writes = places is not None and places.writes_inputs
-                places = self._places[inner] = evolve(_Places.of(inner), writes_inputs=writes)
-            places.forwards += 1
-            made = self._beginning(inner, address, places, args, kwargs, step)
-            if is_compiled:
-                made.why.append("the model is compiled by torch.compile; a program of it runs torch's own kernels")
-            self._make_room()
-            self._beginnings.append(made)
+        if not self._is_closed:
+            _unseen(self._begin, module, address, args, kwargs, step)
 
     def output(self, module: nn.Module, output: Any) -> None:
         """That forward has ended."""
-        inner, thread = unwrapped_model(module)[0], get_ident()
-        one = next(
-            (b for b in reversed(self._beginnings) if b.module() is inner and not b.is_over and b.thread == thread),
-            None,
-        )
-        if self._is_closed or one is None:
-            return
-        one.is_over = True
-        with _Unseen():
-            self._note_output(one, output)
-            self._note_writes(one)
+        if not self._is_closed:
+            _unseen(self._end, module, output)
 
     def judge(self, step: int, optimizer: Any = None, scaler: Any = None) -> None:
         """The optimizer is about to take its step: the last moment at which the parameters are those of the forward."""
@@ -259,8 +298,7 @@ class Keeper:
         self._skips = 0
         if scaler is not None:
             self._scaler, self._scale = scaler, _scale_of(scaler)
-        with _Unseen():
-            self._judge(step, self._scale)
+        _unseen(self._judge, step, self._scale)
 
     def keep(self, reason: str = "kept on purpose") -> None:
         """Write the step that runs now."""
@@ -272,7 +310,7 @@ class Keeper:
 
     def activation(self, name: str, tensor: torch.Tensor) -> None:
         """An activation of a sampled step."""
-        with _Unseen():
+        with without_function_modes(), without_any_modes():
             for judge in self.judges:
                 if isinstance(judge, Dead):
                     judge.activation(name, tensor)
@@ -280,9 +318,8 @@ class Keeper:
     def close(self) -> None:
         """Judge a step that nobody ended, as where the loop itself raised at a NaN; wait until all files are there."""
         if not self._is_closed:
-            with _Unseen():
-                if any(not one.is_judged for one in self._beginnings):
-                    self._judge(self._beginnings[-1].step, None)
+            if any(not one.is_judged for one in self._beginnings):
+                _unseen(self._judge, self._beginnings[-1].step, None)
             self._is_closed = True
             self._clear()
         self.wait()
@@ -300,15 +337,44 @@ class Keeper:
 
     # -- the beginning of a forward ------------------------------------------------------------------------------------
 
+    def _begin(self, module: nn.Module, address: str, args: Any, kwargs: Any, step: int) -> None:
+        if self._beginnings:
+            self._settle(step)
+        if self._is_idle():
+            self._clear()
+            return
+        places = self._places_of(module)
+        made = self._beginning(places, address, args, kwargs, step)
+        if places.is_compiled:
+            made.why.append("the model is compiled by torch.compile; a program of it runs torch's own kernels")
+        if places.writes_inputs:
+            _copy_inputs(made)
+        if len(self._beginnings) >= MOST_FORWARDS:
+            self._make_room()
+        self._beginnings.append(made)
+
+    def _places_of(self, module: nn.Module) -> _Places:
+        known = self._places.get(id(module))
+        is_same = known is not None and known[0]() is module
+        if known is None or not is_same or known[1].forwards >= _ANEW:
+            known = ref(module), _Places.of(module, is_same and known is not None and known[1].writes_inputs)
+            self._places[id(module)] = known
+        known[1].forwards += 1
+        return known[1]
+
     def _settle(self, step: int) -> None:
         """End what came before this forward: steps that were judged, and those that never came to an optimizer."""
-        pending = [one for one in self._beginnings if not one.is_judged]
-        if not pending:
+        latest = self._beginnings[-1]
+        if latest.is_judged:
             self._clear()
-        elif pending[-1].step != step:
-            self._judge(pending[-1].step, None)
+        elif latest.step != step:
+            self._judge(latest.step, None)
             self._clear()
-        elif (is_skipped := self._is_skipped(pending)) is not None:
+        else:
+            pending = [one for one in self._beginnings if not one.is_judged]
+            is_skipped = self._is_skipped(pending)
+            if is_skipped is None:
+                return
             self._skips += 1
             self._judge(step, self._scale, is_reached=False)
             if is_skipped:
@@ -325,73 +391,77 @@ class Keeper:
             if self._scale is not None and (not math.isfinite(self._scale) or (then or 0.0) > self._scale):
                 return True
         grads = [grad for one in pending for grad in one.output_grads()]
-        return None if not all(grad.is_cpu for grad in grads) or all(map(is_finite, grads)) else False
+        return None if not all(grad.is_cpu for grad in grads) or are_finite(grads) else False
 
     def _clear(self) -> None:
-        for one in self._beginnings:
-            one.release()
         self._beginnings.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _make_room(self) -> None:
         """Forget the oldest of many forwards; not one whose output is not finite, as long as there are others."""
-        if len(self._beginnings) < MOST_FORWARDS:
-            return
-        fine = next((at for at, one in enumerate(self._beginnings) if _is_fine(one)), 0)
-        self._beginnings.pop(fine).release()
+        fine = next((at for at, one in enumerate(self._beginnings) if one.is_over and one.is_finite()), 0)
+        del self._beginnings[fine]
 
-    def _beginning(
-        self, module: nn.Module, address: str, places: _Places, args: Any, kwargs: Any, step: int
-    ) -> _Beginning:
+    def _beginning(self, places: _Places, address: str, args: Any, kwargs: Any, step: int) -> _Beginning:
         inputs: list[_Input] = []
-        tree = freeze_deep((tuple(args), dict(kwargs)), partial(_noted_input, inputs, {}))
-        parameters = places.held_parameters()
-        made = _Beginning(
+        tree = _frozen_inputs(args, kwargs, inputs)
+        return _Beginning(
             step,
             address,
-            ref(module),
             places,
             get_ident(),
             tree,
             inputs,
-            parameters,
-            [-1 if one is None else version_of(one) for one in parameters],
-            [one is not None and one.requires_grad for one in parameters],
+            places.held_parameters(),
             FUSED_STEPS.count,
             [(inner := at()) is not None and inner.training for _, at in places.modules],
-            places.copied_buffers(),
-            _generator_states(places.generators),
+            places.copied_buffers() if places.buffers else {},
+            places.generator_states(),
             random.getstate() if self._takes_all_generators else None,
             _numpy_state() if self._takes_all_generators else None,
-            _modes_now(),
-            torch.get_num_threads(),
+            _modes_now(places),
         )
-        if places.writes_inputs:
-            _copy_inputs(made)
-        return made
 
     # -- its end -------------------------------------------------------------------------------------------------------
 
-    def _note_output(self, one: _Beginning, output: Any) -> None:
-        tensors: list[torch.Tensor] = []
-        freeze_deep(output, tensors.append)
-        for tensor in tensors:
-            is_number = (tensor.is_floating_point() or tensor.is_complex()) and not is_wrapped(tensor)
-            is_seen = is_number and bool(self.judges) and type(tensor) in PLAIN and not tensor.is_meta
-            one.outputs.append(extremes(tensor.detach()) if is_seen else None)
-            received: list[_Received] = []
-            one.grads.append(received)
-            if tensor.requires_grad and is_number:
-                handle = tensor.register_hook(unserializable_hook(partial(_receive, received)))
-                if tensor.is_leaf:
-                    one.handles.append(handle)
-        loss = getattr(output, "loss", None) if not isinstance(output, torch.Tensor) else output
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point() and self.judges:
-            one.losses.append(loss.detach().clone())
+    def _end(self, module: nn.Module, output: Any) -> None:
+        thread = get_ident()
+        known = self._places.get(id(module))
+        for one in reversed(self._beginnings):
+            if not one.is_over and known is not None and one.places is known[1] and one.thread == thread:
+                break
+        else:
+            return
+        one.is_over = True
+        self._note_output(one, output)
+        for given in one.inputs:
+            if version_of(given.tensor) != given.version:
+                one.places.writes_inputs = True  # from now on they are copied
 
-    def _note_writes(self, one: _Beginning) -> None:
-        """The forward may have written its inputs: then those of the next one are copied."""
-        if any(version_of(given.tensor) != given.version for given in one.inputs):
-            one.places.writes_inputs = True
+    def _note_output(self, one: _Beginning, output: Any) -> None:
+        is_judged = bool(self.judges)
+        if type(output) is torch.Tensor:
+            self._note_tensor(one, output, is_judged)
+            if output.numel() == 1:
+                one.loss_alone = output.detach()
+            return
+        freeze_deep(output, lambda tensor: self._note_tensor(one, tensor, is_judged))
+        loss: Any = getattr(output, "loss", None)
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            one.loss_alone = loss.detach()
+
+    def _note_tensor(self, one: _Beginning, tensor: torch.Tensor, is_judged: bool) -> None:
+        if is_wrapped(tensor):  # inside of a transform, which lets nothing out
+            one.outputs.append(_Output(None, -1, None, []))
+            return
+        made = _Output.of(tensor, is_judged)
+        one.outputs.append(made)
+        if tensor.requires_grad:
+            handle = tensor.register_hook(_Receiver(made.received))
+            if tensor.is_leaf:
+                self._handles.append(handle)
 
     # -- the judgement -------------------------------------------------------------------------------------------------
 
@@ -399,7 +469,7 @@ class Keeper:
         pending = self._beginnings
         if not pending:
             return
-        numbers = _numbers(step, self._parameters(), pending, scale, 0 if is_reached else self._skips)
+        numbers = StepNumbers(step, self._parameters, self._names, pending, scale, 0 if is_reached else self._skips)
         reason = self._alarm(numbers)
         if reason is not None:
             self._alarms += 1
@@ -429,21 +499,26 @@ class Keeper:
             self.faults.append(f"when: {judge} raised {type(error).__name__}: {str(error)[:200]}; it is asked no more")
             return None
 
-    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
+    def _parameters(self) -> list[torch.Tensor]:
+        """The parameters of the model: those of the forward, if it was the model that was called."""
+        latest = self._beginnings[-1]
+        places, rows = latest.places, latest.parameters
+        if latest.address and (model := self._model()) is not None:
+            places = self._places_of(model)
+            rows = places.held_parameters()
+        held = [one for one, _, _ in rows if one is not None]
+        return list({id(one): one for one in held}.values()) if places.are_tied else held
+
+    def _names(self) -> dict[int, str]:
+        """The addresses of the parameters, by id."""
         model = self._model()
-        if model is None:
-            return []
-        places = self._places.get(model)
-        if places is None:
-            places = self._places[model] = _Places.of(model)
-        pairs = zip(places.parameters, places.held_parameters(), strict=True)
-        return list({id(held): (address, held) for (address, _, _), held in pairs if held is not None}.values())
+        return {} if model is None else {id(one): name for name, one in model.named_parameters()}
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _write(self, one: _Beginning, numbers: StepNumbers, reason: str) -> None:
         """Copy what the step began with, and have it written."""
-        module, rank = one.module(), _rank()
+        module, rank = one.places.module(), _rank()
         kind = "model" if module is None else type(module).__qualname__
         made = Step(one.step, shown_text(reason), kind, one.address, (), numbers.known, numbers.scale, rank)
         self.steps = (*self.steps, made)
@@ -497,55 +572,45 @@ class Keeper:
 # -- single facts ------------------------------------------------------------------------------------------------------
 
 
-def _numbers(
-    step: int,
-    parameters: list[tuple[str, torch.Tensor]],
-    beginnings: list[_Beginning],
-    scale: float | None = None,
-    skipped: int = 0,
-) -> StepNumbers:
-    return StepNumbers(
-        step,
-        parameters,
-        [pair for one in beginnings for pair in one.outputs if pair is not None],
-        [loss for one in beginnings for loss in one.losses],
-        [grad for one in beginnings for grad in one.output_grads()],
-        scale,
-        skipped,
-    )
-
-
-def _is_fine(one: _Beginning) -> bool:
-    return one.is_over and all(pair is None or bool(torch.isfinite(pair).all()) for pair in one.outputs)
-
-
 def _worst(beginnings: list[_Beginning]) -> _Beginning:
     """The forward to keep: one whose output is not finite, else one that got such a gradient, else the latest."""
     for one in beginnings:
-        if one.is_over and not _is_fine(one):
+        if one.is_over and not one.is_finite():
             return one
     for one in beginnings:
-        if not all(map(is_finite, one.output_grads())):
+        if not are_finite(one.output_grads()):
             return one
     return next((one for one in reversed(beginnings) if one.is_over), beginnings[-1])
 
 
-def _receive(received: list[_Received], grad: torch.Tensor) -> None:
-    """A hook on a tensor of the output. It knows the list alone, and keeps nothing else alive."""
-    received.append((grad.detach(), version_of(grad)))
+_NO_NAMES = Branch(dict, (), ())
 
 
-def _noted_input(found: list[_Input], known: dict[int, Ref], tensor: torch.Tensor) -> Ref:
-    """In the place of a tensor its number; one that occurs twice has one."""
-    number = known.get(id(tensor))
-    if number is None:
-        number = known[id(tensor)] = Ref("input", (len(found),))
-        is_plain = type(tensor) in PLAIN and not is_wrapped(tensor)
-        held = tensor.detach() if is_plain else tensor  # which shares the write counter, and no graph
-        is_leaf = tensor.is_leaf
-        owner = tensor if is_leaf else None
-        found.append(_Input(held, version_of(tensor), tensor.requires_grad, not is_leaf, owner))
-    return number
+def _frozen_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], found: list[_Input]) -> Any:
+    """The inputs as a frozen tree, in which each tensor is its number among those found."""
+    if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most are
+        found.append(_noted(args[0]))
+        return _ONE_TENSOR
+    numbers: dict[int, Ref] = {}
+
+    def leaf(tensor: torch.Tensor) -> Ref:
+        number = numbers.get(id(tensor))
+        if number is None:
+            number = numbers[id(tensor)] = Ref("input", (len(found),))
+            found.append(_noted(tensor))
+        return number
+
+    return freeze_deep((tuple(args), dict(kwargs)), leaf)
+
+
+_ONE_TENSOR = (Ref("input", (0,)),), Branch(dict, (), ())
+
+
+def _noted(tensor: torch.Tensor) -> _Input:
+    """What is kept of an input: of one with a history not that, which would keep the memory of a whole forward."""
+    is_leaf, needs_grad = tensor.is_leaf, tensor.requires_grad
+    held = tensor if is_leaf or type(tensor) not in PLAIN or is_wrapped(tensor) else tensor.detach()
+    return _Input(held, version_of(tensor), needs_grad, not is_leaf, tensor if is_leaf else None)
 
 
 def _copy_inputs(one: _Beginning) -> None:
@@ -554,13 +619,11 @@ def _copy_inputs(one: _Beginning) -> None:
         given.tensor, given.version = copied, version_of(copied)
 
 
-def _generator_states(own: Mapping[str, torch.Generator]) -> dict[str, torch.Tensor]:
-    found = {"cpu": torch.default_generator.get_state()}
-    for kind in _DEVICES:
-        device: Any = sys.modules.get(f"torch.{kind}")
-        if device is not None and getattr(device, "is_initialized", bool)():
-            found |= {f"{kind}:{at}": one.get_state() for at, one in enumerate(device.default_generators)}
-    return found | {path: generator.get_state() for path, generator in own.items()}
+def _is_in_use(kind: str) -> bool:
+    """True if a kind of device has generators that were used."""
+    device: Any = getattr(torch, kind, None)
+    is_initialized = getattr(device, "is_initialized", None)
+    return bool(is_initialized()) and hasattr(device, "default_generators") if is_initialized is not None else False
 
 
 def _numpy_state() -> Any:
@@ -569,13 +632,19 @@ def _numpy_state() -> Any:
     return state if state is not None and state[0] == "MT19937" else None
 
 
-def _modes_now() -> Context:
+def _modes_now(places: _Places) -> Context:
     autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     if is_any_autocast_on():
         cached = torch.is_autocast_cache_enabled()
         on = [device for device in ("cpu", *_DEVICES) if torch.is_autocast_enabled(device)]
         autocast = tuple([(device, torch.get_autocast_dtype(device), cached) for device in on])
-    return Context(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, settings(torch.float32))
+    elif grad and not inference and not places.settings:
+        return _USUAL
+    return Context(grad, inference, autocast, places.settings)
+
+
+_USUAL = Context(grad=True)
 
 
 def _scale_of(scaler: Any) -> float | None:
@@ -593,15 +662,17 @@ def _rank() -> int | None:
 def _data_of(one: _Beginning, module: nn.Module) -> StepData:
     """Copies of all that the step began with; what is no longer as it was is noted in `why`."""
     given = _given_of(one, module)
+    if settings(torch.float32) != one.context.settings:
+        one.why.append("switches of torch that choose kernels changed since, and may have been others in the forward")
     tensors, state, frozen_ones = _state_of(one, module)
-    kinds = {address: type(inner).__qualname__ for address, inner in module.named_modules(remove_duplicate=False)}
+    kinds = {address: type(inner).__qualname__ for address, inner in modules_of(module)}
     training = dict(zip([address for address, _ in one.places.modules], one.training, strict=True))
     if kinds.keys() != training.keys():
         one.why.append("modules were added or taken away since the step began")
     for leaf in leaves(one.tree):
         if type(leaf) not in ATOMS and type(leaf) is not Ref and not _is_plain_leaf(leaf):
             one.why.append(f"a {type(leaf).__qualname__} among the inputs is known by its name alone")
-    copies = copies_of([*[entry.tensor for entry in given], *tensors])
+    copies = copies_of([*[entry.tensor.detach() for entry in given], *tensors])
     return StepData(
         map_leaves_shared(one.tree, _own_array),
         tuple([evolve(entry, tensor=copied) for entry, copied in zip(given, copies, strict=False)]),
@@ -613,9 +684,9 @@ def _data_of(one: _Beginning, module: nn.Module) -> StepData:
         one.python,
         one.numpy,
         one.context,
-        one.threads,
-        tuple([_grad_of(one, received) for received in one.grads]),
-        tuple([_pair(found) for found in one.outputs]),
+        torch.get_num_threads(),
+        tuple([_grad_of(one, each.received) for each in one.outputs]),
+        tuple([_extremes_of(each) for each in one.outputs]),
     )
 
 
@@ -653,12 +724,13 @@ def _state_of(one: _Beginning, module: nn.Module) -> tuple[list[torch.Tensor], d
         if held is None:
             continue
         at = then.get(address) if is_parameter else None
-        if is_parameter and (at is None or one.parameters[at] is not held):
+        if is_parameter and (at is None or one.parameters[at][0] is not held):
             one.why.append(f"{address} was exchanged since the step began")
         elif at is not None:
-            if one.versions[at] != version_of(held) or FUSED_STEPS.last_of(held) > one.fused_steps:
+            _, version, is_trained = one.parameters[at]
+            if version != version_of(held) or FUSED_STEPS.last_of(held) > one.fused_steps:
                 one.why.append(f"{address} was written since the step began")
-            if not one.trained[at]:
+            if not is_trained:
                 frozen_ones.add(address)
         elif address not in one.buffers:
             one.why.append(f"{address} came later than the step began, and is as it is after the forward")
@@ -679,7 +751,7 @@ def _own_array(leaf: Any) -> Any:
     return leaf.copy() if type(leaf).__module__ == "numpy" and hasattr(leaf, "shape") else leaf
 
 
-def _grad_of(one: _Beginning, received: list[_Received]) -> torch.Tensor | None:
+def _grad_of(one: _Beginning, received: list[tuple[torch.Tensor, int]]) -> torch.Tensor | None:
     """A copy of the gradient at a tensor of the output."""
     grads = [grad for grad, _ in received]
     if any(version_of(grad) != version for grad, version in received):
@@ -690,5 +762,9 @@ def _grad_of(one: _Beginning, received: list[_Received]) -> torch.Tensor | None:
     return copies_of(grads)[0] if grads else None
 
 
-def _pair(found: torch.Tensor | None) -> tuple[float, float] | None:
+def _extremes_of(one: _Output) -> tuple[float, float] | None:
+    """The extremes of a tensor in the output, if it was not written since."""
+    if one.tensor is not None and version_of(one.tensor) != one.version:
+        return None
+    found = one.extremes()
     return None if found is None else (float(found[0]), float(found[1]))
