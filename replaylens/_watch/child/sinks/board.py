@@ -16,7 +16,7 @@ from ..wire import Event, Sample
 from .new_files import numbered, title
 from .single_numbers import numbers_of, text_of
 
-LARGEST = 3.4e38  # curves are of 32 bits
+LARGEST = 3.4e38  # curves are of 32 bits, and who reads histograms multiplies their edges
 
 
 class Board:
@@ -36,8 +36,7 @@ class Board:
         begin = f"{title(sample.name)}/{sample.what}"
         Value = self._summary.Summary.Value
         values = [
-            Value(tag=f"{begin}/{name}", simple_value=max(min(number, LARGEST), -LARGEST))
-            for name, number in numbers_of(stats).items()
+            Value(tag=f"{begin}/{name}", simple_value=bounded(number)) for name, number in numbers_of(stats).items()
         ]
         if stats.histogram is not None:
             values.append(Value(tag=f"{begin}/histogram", histo=self._bars(stats.histogram, stats)))
@@ -52,11 +51,11 @@ class Board:
         self._add([value], event.step, event.time)
 
     def _bars(self, histogram: Histogram, stats: Stats) -> Any:
-        count, mean, std = sum(histogram.counts), stats.mean or 0.0, min(stats.std or 0.0, 1e150)
-        squares = (std**2 + min(abs(mean), 1e150) ** 2) * count
+        count, mean, std = sum(histogram.counts), bounded(stats.mean or 0.0), bounded(stats.std or 0.0)
+        edges = [bounded(edge) for edge in histogram.edges]
         return self._summary.HistogramProto(
-            min=stats.least, max=stats.most, num=count, sum=mean * count, sum_squares=squares,
-            bucket_limit=histogram.edges[1:], bucket=histogram.counts,
+            min=edges[0], max=edges[-1], num=count, sum=mean * count, sum_squares=(std**2 + mean**2) * count,
+            bucket_limit=edges[1:], bucket=histogram.counts,
         )  # fmt: skip
 
     def _add(self, values: list[Any], step: int, time: float) -> None:
@@ -68,3 +67,7 @@ class Board:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def bounded(number: float) -> float:
+    return max(min(number, LARGEST), -LARGEST)

@@ -76,12 +76,12 @@ class Mp4:
     def _save(self) -> None:
         """Append what was finished. The header waits for the first picture: alone it is no film."""
         data = b"".join(self._pieces)
-        if self._file is None and b"moof" not in data:
-            return
-        self._file = self._file or NewFile(self._path)
-        self._pieces.clear()
-        if data:
+        if self._file is not None:
+            self._pieces.clear()
             self._file.append(data)
+        elif b"moof" in data:
+            self._pieces.clear()
+            self._file = NewFile.beginning(self._path, data)
 
 
 class AnimatedPng:
@@ -104,8 +104,7 @@ class AnimatedPng:
         if self._file is None:
             start = chunk(b"IHDR", struct.pack(">2I5B", *self._size, 8, 2, 0, 0, 0))
             pieces = SIGNATURE, start, counted(1), chunk(b"fcTL", control), chunk(b"IDAT", data), END
-            self._file = NewFile(self._path)
-            self._file.append(b"".join(pieces))
+            self._file = NewFile.beginning(self._path, b"".join(pieces))
         else:
             piece = chunk(b"fcTL", control) + chunk(b"fdAT", struct.pack(">I", self._next()) + data) + END
             self._file.append(piece, over=END)

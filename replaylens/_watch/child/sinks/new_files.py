@@ -27,6 +27,19 @@ class NewFile:
         self.path, self._descriptor = claim(Path(path))
         self._end = 0
 
+    @classmethod
+    def beginning(cls, path: Path, data: bytes) -> NewFile:
+        """A file that begins with these bytes. If they find no room, there is no file."""
+        made = cls(path)
+        try:
+            made.append(data)
+        except OSError:
+            made.close()
+            with suppress(OSError):
+                made.path.unlink()
+            raise
+        return made
+
     def append(self, data: bytes, over: bytes = b"") -> None:
         """Write at the end, at once; over a mark of the end, which `data` has again."""
         begin = self._end - len(over)

@@ -50,6 +50,7 @@ class Painter:
         self.axes = PrincipalAxes()
         self.past: deque[Histogram | None] = deque(maxlen=PAST)
         self.single: deque[float] = deque(maxlen=PAST)
+        self.fault = ""  # of the drawing
         self.sample: Sample
         self.stats: Stats
 
@@ -60,6 +61,7 @@ class Painter:
             return self._cmap
         return "coolwarm" if self.scale.two_sided and self.kind == "heatmap" else "viridis"
 
+    @np.errstate(all="ignore")  # values near the largest number are drawn at the ends of scales
     def draw(self, canvas: Canvas, sample: Sample, stats: Stats) -> None:
         """The picture of the next sample."""
         self.sample, self.stats = sample, stats
@@ -85,7 +87,8 @@ class Painter:
         try:
             PICTURES[kind](self, canvas, max(size - 2, 8))
         except Exception as error:  # one value that cannot be drawn does not end the film
-            canvas.text(f"cannot be drawn: {error}", 0, canvas.height / 2, size, FAINT)
+            self.fault = f"cannot be drawn: {error}"
+            canvas.text(self.fault, 0, canvas.height / 2, size, FAINT)
 
     def _chosen(self) -> str:
         """What fits the sample: the kind that was asked for, if it can be drawn."""
