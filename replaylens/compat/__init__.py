@@ -1,4 +1,4 @@
-"""Other libraries' functions on top of replaylens: TorchLens's here, PyTorch Inspector's in `replaylens.compat.inspector`."""
+"""Other libraries' functions on top of replaylens: TorchLens's here, PyTorch Inspector's in `compat.inspector`."""
 
 from .torchlens import (
     ModelHistory as ModelHistory,
