@@ -36,6 +36,11 @@ from ._sweep.sweep_plan import Plan as Plan
 from ._version import __version__ as __version__
 from ._view.overlays import Diff as Diff
 from ._view.theme import DARK as DARK, PAPER as PAPER, Theme as Theme
+from ._watch.judges import Above as Above, Dead as Dead, NotFinite as NotFinite
+from ._watch.probes import Probes as Probes, probes as probes
+from ._watch.sink_specs import Film as Film
+from ._watch.step_file import Step as Step, step as step
+from ._watch.watch import Watch as Watch, watch as watch
 from .errors import (
     BadEdit as BadEdit,
     BadFile as BadFile,

@@ -527,5 +527,5 @@ def test_bad_wishes_are_refused_before_anything_begins(wishes, error, text):
 
 
 def test_something_else_than_a_module_is_refused():
-    with pytest.raises(TypeError, match="takes an nn.Module, not function"):
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, not function"):
         rl.watch(lambda x: x)

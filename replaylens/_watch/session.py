@@ -28,7 +28,7 @@ from .followed_forward import FollowedForward
 from .keeper import Keeper
 from .ring import Ring
 from .taps import Sampler, Tap
-from .targets import FORWARD_KINDS, Schedule, Targets
+from .targets import FORWARD_KINDS, ModuleTarget, Schedule, Targets, is_compiled_itself
 
 UNSEEN_STEPS = 2  # sampled steps without a forward of a watched module, until it is said
 
@@ -84,6 +84,7 @@ class Session:
     is_closed: bool = False
     is_paused: bool = False
     sampler: Sampler = field(init=False)
+    judged: Sampler | None = None  # of the activations that `when=` asks for
     _step: int = 0  # where no optimizer counts
     _roots_called: int = 0
     _ran: set[str] = field(factory=set)  # in this step, where forwards are the clock
@@ -108,15 +109,44 @@ class Session:
         if self.wishes.clock == "optimizer":
             self.clock = OptimizerClock.of(model, self._before_optimizer, self._after_optimizer, self._step)
         if self.wishes.clock == "forward" or self.keeper is not None:
-            is_called = not isinstance(root, (nn.ModuleList, nn.ModuleDict))
-            for name, module in [("", root)] if is_called else root.named_children():
-                self._handles += self._hooks_on(module, name)
+            self.hook_roots()
         if self.wishes.clock == "forward":
             self._step -= 1
             self._arm_follower(self._step + 1)
         else:
             self.begin(self.step)
         _running.add(self)
+
+    def hook_roots(self) -> None:
+        """See each call of the model; of a list of models, those of each."""
+        root = self.root()
+        if self._handles or root is None:
+            return
+        is_called = not isinstance(root, (nn.ModuleList, nn.ModuleDict))
+        for name, module in [("", root)] if is_called else root.named_children():
+            self._handles += self._hooks_on(module, name)
+
+    def keep_steps(self, keeper: Keeper) -> None:
+        """Have steps judged and kept from now on; with the activations that a judge wants, on sampled steps."""
+        self.keeper = keeper
+        model = self.model()
+        wanted = [
+            ModuleTarget(address, ref(module))
+            for address, module in (model.named_modules() if model is not None else ())
+            if keeper.looks_at(address, module) and not is_compiled_itself(module)
+        ]
+        if wanted:
+            put, training = partial(self._judge_activation, keeper), self.wishes.clock == "optimizer"
+            self.judged = Sampler(put, self.safely, ("activation",), Targets(tuple(wanted)), "first", training)
+
+    def _judge_activation(self, keeper: Keeper, tensor: torch.Tensor, name: str, kind: str) -> None:
+        keeper.activation(name, tensor)
+
+    def disarm(self) -> None:
+        """Nothing is sampled until the next step begins."""
+        self.sampler.disarm()
+        if self.judged is not None:
+            self.judged.disarm()
 
     def change(self, targets: Targets) -> None:
         """Watch these, from the next sampled step on."""
@@ -126,7 +156,7 @@ class Session:
     def stop(self) -> None:
         """Take everything off."""
         self.is_over = True
-        self.sampler.disarm()
+        self.disarm()
         if self.follower is not None:
             self.follower.close()
         if self.clock is not None:
@@ -140,7 +170,7 @@ class Session:
     def die(self) -> None:
         """In a forked process: the hooks stay, and do nothing."""
         self.is_over = self.is_forked = True
-        self.sampler.disarm()
+        self.disarm()
         if self.follower is not None:
             self.follower.disarm()
 
@@ -154,22 +184,26 @@ class Session:
     def begin(self, step: int) -> None:
         """A step begins: hooks on, if it is sampled."""
         self._end_sampled()
-        if self.is_over or self.ring is None or self.is_paused:
-            return
         schedule = self.wishes.schedule
-        if not self.safely("every", schedule.is_due, step) or any(child.status.wants_pause for child in self.children):
+        if self.is_over or self.is_paused or (self.ring is None and self.judged is None):
+            return
+        if not self.safely("every", schedule.is_due, step) or any(child.wants_pause for child in self.children):
+            return
+        if self.judged is not None:
+            self.safely("when", self.judged.arm, step)
+        if self.ring is None:
             return
         self.sampler.takes = partial(schedule.takes, step=step)
         self.safely("hooks", self.sampler.arm, step)
-        self.sampled += 1
         if self.wishes.clock != "forward":
             self._arm_follower(step)
 
     def _end_sampled(self) -> None:
         was_armed, forwards = self.sampler.is_armed, self.sampler.forwards
-        self.sampler.disarm()
+        self.disarm()
         if self.follower is not None and self.wishes.clock != "forward":
             self.follower.disarm()
+        self.sampled += was_armed
         if was_armed and not forwards and self.sampled == UNSEEN_STEPS and self._expects_forwards():
             self.unseen["modules"] = (
                 f"in {self.sampled} sampled steps no forward of a watched module was seen: the model was compiled "
@@ -222,7 +256,7 @@ class Session:
         """The model is never called itself, as in Lightning's training steps: its children are."""
         model = self.model()
         for name, child in model.named_children() if model is not None else ():
-            if getattr(child, "_compiled_call_impl", None) is None:
+            if not is_compiled_itself(child):
                 self._inner_handles += self._hooks_on(child, name)
 
     def _root_entered(self, address: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -272,19 +306,38 @@ class Session:
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()  # of a DTensor, this rank's part
         self.ring.put(tensor, name, kind, self.sampler.number, exact=exact, scaled=scaled, note=self.note)
+        self._wake()
+
+    def _wake(self) -> None:
         for child in self.children:
             child.wake()
 
     def _put_update(self, parameter: torch.Tensor, before: torch.Tensor, name: str) -> None:
         assert self.ring is not None
         self.ring.put_pair(parameter.detach(), before, name, "update", self.sampler.number)
-        for child in self.children:
-            child.wake()
+        self._wake()
 
-    def followed(self, label: str, tensor: torch.Tensor) -> None:
-        """A value of an operation, as the followed forward meets it."""
-        if self.sampler.is_armed and self.sampler.takes(label):
-            self.safely(label, self.sampler.value, tensor, label)
+    def followed(self, label: str, tensor: torch.Tensor) -> Callable[[], None] | None:
+        """A value of an operation, as the followed forward meets it; returned is what sends it, once its name is
+        certain.
+        """
+        if not self.sampler.is_armed or not self.sampler.takes(label):
+            return None
+        return self.safely(label, self._held, label, tensor)
+
+    def _held(self, label: str, tensor: torch.Tensor) -> Callable[[], None]:
+        assert self.ring is not None
+        facts = label, "activation", self.sampler.number
+        send = self.ring.hold(tensor, *facts, note=self.note) if "activation" in self.wishes.kinds else None
+        prove = self.sampler.watch_unproven(tensor, label)
+
+        def proven() -> None:
+            prove()
+            if send is not None:
+                send()
+                self._wake()
+
+        return proven
 
     def not_followed(self, why: str) -> None:
         """A forward could not be followed; it went on unseen."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -168,16 +168,25 @@ class Sampler:
             self._watch_gradient(tensor, name)
             self._marks_end = True
 
-    def _watch_gradient(self, tensor: torch.Tensor, name: str, is_kept: bool = False) -> None:
+    def watch_unproven(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        """Hand on a value's gradient if, before it comes, the function that this returns was called."""
+        proven: list[bool] = []
+        if "grad" in self.kinds and tensor.requires_grad and torch.is_grad_enabled():
+            self._watch_gradient(tensor, name, is_meant=proven)
+        return partial(proven.append, True)
+
+    def _watch_gradient(
+        self, tensor: torch.Tensor, name: str, is_kept: bool = False, is_meant: Sequence[bool] = (True,)
+    ) -> None:
         """Also tells where the first micro-batch ends: at its backward pass."""
         with _seen_by_no_mode():
-            handle = tensor.register_hook(Tap(partial(self._gradient, name, self.number)))
+            handle = tensor.register_hook(Tap(partial(self._gradient, name, self.number, is_meant)))
         if tensor.is_leaf or is_kept:
             self._handles.append(handle)  # others go with the graph
 
-    def _gradient(self, name: str, number: int, gradient: torch.Tensor) -> None:
-        if number != self.number:
-            return  # a graph that outlived its step, or the watch
+    def _gradient(self, name: str, number: int, is_meant: Sequence[bool], gradient: torch.Tensor) -> None:
+        if number != self.number or not is_meant:
+            return  # a graph that outlived its step, or the watch; a name that turned out to be another's
         if self.micro == "first":
             self._is_open = False
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import chain
+from types import NoneType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -21,6 +22,7 @@ from .._ir.label import Label
 from .._ir.torch_private import compiler_if_loaded
 from .._ir.util import is_glob, matches
 from ..errors import NoSuchLayer
+from .followed_forward import ArmedCall
 
 KINDS = ("activation", "grad", "input", "weight", "weight_grad", "update")
 FORWARD_KINDS = frozenset(("activation", "grad", "input"))
@@ -153,8 +155,12 @@ def _inside_wrapper(model: nn.Module) -> nn.Module | None:
 
 def _is_compiled(module: nn.Module) -> bool:
     compiler = compiler_if_loaded()
-    wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
-    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+    return is_compiled_itself(module) or (compiler is not None and isinstance(module, compiler.OptimizedModule))
+
+
+def is_compiled_itself(module: nn.Module) -> bool:
+    """True after `module.compile()`: its own hooks are part of what was compiled."""
+    return not isinstance(getattr(module, "_compiled_call_impl", None), (NoneType, ArmedCall))
 
 
 COMPILED = (
@@ -176,8 +182,7 @@ def why_unseen(tree: nn.Module, address: str, is_wrapped: bool) -> str | None:
         if part:
             path, module = f"{path}.{part}" if path else part, module._modules.get(part) or module
         is_itself = number == len(parts)
-        own = getattr(module, "_compiled_call_impl", None) is not None
-        if own or (not is_itself and _is_compiled(module)):
+        if is_compiled_itself(module) or (not is_itself and _is_compiled(module)):
             return COMPILED.format(place=repr(path) if path else "the model")
     return None
 

@@ -33,7 +33,7 @@ from .step_file import Step
 from .targets import COMPILED, FORWARD_KINDS, Schedule, Targets, kinds_of, targets_of, unwrapped_model, why_unseen
 from .watch_stats import WatchStats
 
-FEWEST_SLOTS, MOST_BYTES = 64, 256 << 20  # of a ring whose slots its user did not count
+FEWEST_SLOTS, MOST_BYTES = 256, 256 << 20  # of a ring whose slots its user did not count
 CLOCKS = ("optimizer", "forward", "manual")
 
 
@@ -96,7 +96,7 @@ def _one_of(word: str, value: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def _at_least(least: int, word: str, value: int) -> int:
+def _at_least(least: int, word: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{word}={value!r}: it is a whole number, {least} or more.")
     return value
@@ -149,6 +149,11 @@ class Watch:
         keeper = self._session.keeper
         return keeper.steps if keeper is not None else ()
 
+    @property
+    def is_closed(self) -> bool:
+        """True if it has ended, or its model is gone."""
+        return self._session.is_over
+
     def stats(self) -> WatchStats:
         """What was sent, what was lost and why, what it cost."""
         session = self._session
@@ -161,7 +166,10 @@ class Watch:
             session.seconds,
             tuple([child.stats() for child in session.children]),
             dict(session.unseen),
-            dict(session.faults),
+            {
+                **session.faults,
+                **({"when": session.keeper.faults[-1]} if session.keeper and session.keeper.faults else {}),
+            },
         )
 
     def latest(self, name: str = "", what: str = "activation") -> Sample:
@@ -194,7 +202,7 @@ class Watch:
     def pause(self) -> None:
         """No samples until `resume()`. Steps are counted on."""
         self._session.is_paused = True
-        self._session.sampler.disarm()
+        self._session.disarm()
         self._tell("pause")
 
     def resume(self) -> None:
@@ -242,6 +250,7 @@ class Watch:
         session = self._session
         if session.keeper is None:
             _keep_steps(session, self._tree())
+            session.hook_roots()
         assert session.keeper is not None
         session.keeper.keep(reason)
 
@@ -344,7 +353,8 @@ def _keep_steps(session: Session, tree: nn.Module) -> None:
         for child in session.children:
             child.event("alarm", step=step.number, reason=step.reason, path=str(step.path))
 
-    session.keeper = Keeper(tree, wishes.when, wishes.folder, wishes.alarms, wishes.rng, wishes.keep_every, told)
+    kept = Keeper(tree, wishes.when, wishes.folder, wishes.alarms, wishes.rng, wishes.keep_every, told)
+    session.keep_steps(kept)
 
 
 def _close(session: Session) -> None:
