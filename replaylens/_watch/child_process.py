@@ -255,7 +255,7 @@ class ThreadWorker:
         return None if self._thread.is_alive() else self._error or "it ended"
 
     def end(self, deadline: float) -> str | None:
-        self._inbox.end()
+        self.tell(b"end")
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return "it did not end in time and is left behind" if self._thread.is_alive() else self._error
 

@@ -2,7 +2,7 @@
 
 In: a ring, a page of status, lines from the training, descriptions of sinks. Out: calls of the sinks, each guarded:
 what one raises is counted, and the others go on. The process lives as long as its standard input is open; then it reads
-what is left, for DRAIN seconds at most, and lets the sinks close.
+what is left, as far as there is time, and lets the sinks close.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .sinks import make_sink
 
 TICK = 0.5  # seconds: is the training still there?
 FLUSH = 1.0
-DRAIN = 1.5
+DRAIN = 1.5  # to read what is left, where the training waits for it
+CUT_OFF = 1.0  # where it is gone
 LAST_SAMPLE = 1.0  # more, for a sink that is in the middle of one
 LAST_WORDS = 8.0  # more, to close; where the training lives, it waits less
 PATIENCE = 3  # faults in a row
@@ -38,7 +39,7 @@ class Inbox:
     def __init__(self) -> None:
         self.lines: deque[bytes] = deque()
         self.news = threading.Event()
-        self.is_over = False
+        self.is_over = self.is_awaited = False
 
     def listen(self, descriptor: int) -> None:
         """Take lines until there will be no more: the work of a thread."""
@@ -52,12 +53,20 @@ class Inbox:
     def tell(self, lines: Sequence[bytes]) -> None:
         """Lines that have arrived."""
         self.lines.extend(line for line in lines if line and line != END)
-        self.is_over = self.is_over or END in lines
+        if END in lines:
+            self.is_awaited = True
+            self.end()
         self.news.set()
 
     def end(self) -> None:
         """Nothing more will come."""
-        self.tell([END])
+        self.is_over = True
+        self.news.set()
+
+    @property
+    def time_left(self) -> float:
+        """How long what was sent may be read, after the end."""
+        return DRAIN if self.is_awaited else CUT_OFF
 
 
 class Guarded:
@@ -176,7 +185,7 @@ class Loop:
 
     def _drain(self) -> None:
         """What was sent until the end, as far as there is time."""
-        deadline = time.monotonic() + DRAIN
+        deadline = time.monotonic() + self._inbox.time_left
         while time.monotonic() < deadline and self._advance():
             pass
         self._reader.skip()
@@ -258,7 +267,7 @@ def _end_on_signals(inbox: Inbox) -> None:
 def _live_and_die(inbox: Inbox, loop: Loop) -> None:
     """Listen as long as the training lives. Then no sink may hold up the end."""
     inbox.listen(0)
-    time.sleep(DRAIN + LAST_SAMPLE)
+    time.sleep(inbox.time_left + LAST_SAMPLE)
     if loop.is_closing:
         time.sleep(LAST_WORDS)
     os._exit(os.EX_UNAVAILABLE)
