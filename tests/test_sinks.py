@@ -482,6 +482,33 @@ def test_early_extremes_do_not_flatten_later_pictures(kind):
 
 
 @needs_films
+@pytest.mark.parametrize(
+    ("values", "middle", "two_sided"),
+    [
+        (normal(1000), 0, True),
+        (normal(1000) + 100, 100, True),
+        (np.maximum(normal(1000), 0), 0, False),
+        (np.append(np.full(900, 0.003), np.full(100, -0.027)), 0, True),  # a gradient of ten classes
+        (np.full(10, 7.0), 0, False),
+        (np.append(normal(100000), 1e6), 0, True),
+    ],
+)
+def test_the_scale_shows_nearly_all_values(values, middle, two_sided):
+    from replaylens._watch.child.sinks.value_scale import Scale
+
+    scale = Scale()
+    for _ in range(3):
+        scale.see(stats_of(values))
+    places = scale.of(values)
+    assert scale.middle == pytest.approx(middle, abs=1) and scale.two_sided == two_sided
+    assert ((places > 0.001) & (places < 0.999) | (values == 0)).mean() > 0.99
+    assert places.max() - places.min() > 0.3 or len(set(values)) == 1
+    within = values[places < 0.999]
+    assert scale.values(scale.of(within)) == pytest.approx(within, abs=1e-4 * scale.unit)
+    assert [float(text) for _, text in scale.ticks()] == sorted(float(text) for _, text in scale.ticks())
+
+
+@needs_films
 def test_kernels_and_images_are_tiles():
     from replaylens._watch.child.sinks.arrangement import arranged
 

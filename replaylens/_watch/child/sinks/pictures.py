@@ -33,7 +33,7 @@ from .colormaps import (
 from .lettering import width_of
 from .new_files import title
 from .principal_axes import PrincipalAxes
-from .surface_view import FINE, View, finer, landscape, shaded, view_of
+from .surface_view import View, fineness, finer, landscape, shaded, view_of
 from .value_scale import Scale
 
 PAST = 96  # samples
@@ -323,7 +323,7 @@ def surface2d(painter: Painter, canvas: Canvas, size: int) -> None:
         histogram(painter, canvas, size)
         return
     height, width = fitting(found.matrix.shape, plot.height, plot.width)
-    small = reduced(found.matrix, min(height, FINE), min(width, FINE), painter.scale.middle)
+    small = reduced(found.matrix, min(height, 240), min(width, 240), painter.scale.middle)
     heights = finer(level(painter.scale, small), height, width)
     pixels = shaded(heights, coloured(heights, painter.cmap), min(small.shape) * 0.5 + 6)
     levels = np.floor(heights * 10)
@@ -342,8 +342,9 @@ def surface(painter: Painter, canvas: Canvas, size: int) -> None:
         return
     left = size * 4
     plot = canvas.part(left, size * 0.5, canvas.width, canvas.height - size * 1.2)
-    small = reduced(found.matrix, FINE // 2, FINE // 2, painter.scale.middle)
-    heights, colours = terrain(painter, small)
+    fine = fineness(plot.width)
+    small = reduced(found.matrix, fine // 2, fine // 2, painter.scale.middle)
+    heights, colours = terrain(painter, small, fine)
     view = view_of(found.matrix.shape, plot.width, plot.height)
     box(painter, plot, canvas, view, size, left)
     plot.lay(*landscape(heights, colours, view, plot.width, plot.height))
@@ -351,16 +352,16 @@ def surface(painter: Painter, canvas: Canvas, size: int) -> None:
     sides(canvas, view, found.matrix.shape, size, left)
 
 
-def terrain(painter: Painter, small: Numbers) -> tuple[Numbers, Colours]:
+def terrain(painter: Painter, small: Numbers, fine: int) -> tuple[Numbers, Colours]:
     """Heights and colours of many more points than the matrix has; its own rows and columns are drawn as a net. What is
     not a number stands out of it as a post.
     """
-    heights = finer(level(painter.scale, small), FINE, FINE)
-    colours = shaded(heights, coloured(heights, painter.cmap), FINE * 0.55)
-    if max(small.shape) <= 48:
+    heights = finer(level(painter.scale, small), fine, fine)
+    colours = shaded(heights, coloured(heights, painter.cmap), fine * 0.55)
+    if max(small.shape) <= fine // 5:
         net(colours, small.shape)
     if not np.isfinite(small).all():
-        blocks = enlarged(small, FINE, FINE)
+        blocks = enlarged(small, fine, fine)
         mark_cells(colours, blocks)
         heights[np.isnan(blocks) | (blocks == np.inf)] = 1.0
         heights[blocks == -np.inf] = 0.0
@@ -424,7 +425,7 @@ def scatter(painter: Painter, canvas: Canvas, size: int) -> None:
     plot.line(0, middle[1], plot.width, middle[1], GRID)
     reach = painter.axes.reach
     xs, ys = (c + place / reach * c * 0.92 for c, place in zip(middle, (places[:, 0], -places[:, 1]), strict=True))
-    discs(plot, xs, ys, coloured(order, "turbo" if painter.cmap == "viridis" else painter.cmap), 1.5 + size / 6)
+    discs(plot, xs, ys, coloured(order, "turbo" if painter.cmap == "viridis" else painter.cmap), 1 + size / 9)
     canvas.text(
         f"{len(order):,} rows   principal components {explained[0]:.0%}, {explained[1]:.0%}   ±{short(reach)}",
         canvas.width / 2, canvas.height - size * 1.2, size, FAINT, 0.5,

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from .canvas import Numbers
 from .colormaps import Colours
 
-FINE = 240  # points of the landscape on each side
 TURN = math.radians(32)
 RISE = math.radians(33)
 HEIGHT = 0.62  # of the box, to the length of its longer side
@@ -65,8 +64,13 @@ class Rays(NamedTuple):
     over: NDArray[np.bool_]  # whether the landscape is there
 
 
+def fineness(width: int) -> int:
+    """How many points a landscape has on each side, in a picture of this width."""
+    return 240 if width > 400 else 120
+
+
 @lru_cache(maxsize=8)
-def rays_of(view: View, width: int) -> Rays:
+def rays_of(view: View, width: int, fine: int) -> Rays:
     """The lines of sight; the same for all frames of a film."""
     reach = math.hypot(view.across, view.along)
     steps = min(max(int(2 * reach * view.scale), 48), MOST_STEPS)
@@ -75,15 +79,15 @@ def rays_of(view: View, width: int) -> Rays:
     u = side * math.cos(TURN) + depth * math.sin(TURN)
     v = depth * math.cos(TURN) - side * math.sin(TURN)
     over = (np.abs(u) < view.across) & (np.abs(v) < view.along)
-    column, row = (np.where(over, one, 0) * (FINE / 2) for one in (u / view.across + 1, 1 - v / view.along))
-    cells = np.minimum(row.astype(np.intp), FINE - 1) * FINE + np.minimum(column.astype(np.intp), FINE - 1)
+    column, row = (np.where(over, one, 0) * (fine / 2) for one in (u / view.across + 1, 1 - v / view.along))
+    cells = np.minimum(row.astype(np.intp), fine - 1) * fine + np.minimum(column.astype(np.intp), fine - 1)
     ground = (view.y - depth * math.sin(RISE) * view.scale).astype(np.float32)
     return Rays(cells, np.where(over, ground, np.float32(1e6)), over)
 
 
 def landscape(heights: Numbers, colours: Colours, view: View, width: int, height: int) -> tuple[Colours, Numbers]:
-    """Pixels of the surface of FINE rows and columns, and how far each is covered by it, from 0 to 1."""
-    rays, lines = rays_of(view, width), np.arange(width)
+    """Pixels of the surface, and how far each is covered by it, from 0 to 1. There are as many rows as columns."""
+    rays, lines = rays_of(view, width, len(heights)), np.arange(width)
     lift = (heights * (HEIGHT * math.cos(RISE) * view.scale)).astype(np.float32).ravel()
     horizon = rays.ground - lift.take(rays.cells)
     np.minimum.accumulate(horizon, 0, out=horizon)

@@ -31,27 +31,35 @@ class Scale:
         self.signed = False
         self.reach = FAR
         self._spreads: deque[float] = deque(maxlen=MEMORY)
-        self._middles: deque[float] = deque(maxlen=MEMORY)
+        self._nearest: deque[float] = deque(maxlen=MEMORY)
         self._extremes: deque[float] = deque(maxlen=MEMORY)
 
     def see(self, stats: Stats) -> None:
         """Take a sample into account."""
         if stats.quantiles is None or stats.least is None or stats.most is None:
             return
-        usual = stats.quantiles[2]
-        self._spreads.append(stats.spread or abs(usual))
-        self._middles.append(usual)
-        self.signed = self.signed or stats.quantiles[0] < 0 or -stats.least > stats.most / 4
+        low, _, usual, _, high = stats.quantiles
+        around_zero = low <= 0 <= high
+        spread = max(stats.spread, high / 4 - low / 4, abs(usual) / 3 if around_zero else 0.0)
+        self._spreads.append(spread or abs(usual))
+        self._nearest.append(0.0 if around_zero else min(low, high, key=abs))
+        self.signed = self.signed or low < 0 or -stats.least > stats.most / 4
         spread = median(self._spreads)
         if spread and not self.unit / TOLERANCE < spread < self.unit * TOLERANCE:
             self.unit = rounded(spread)
-        usual = median(self._middles)
-        if self.unit and abs(usual - self.middle) > 4 * self.unit:
-            self.middle = 0.0 if abs(usual) < 5 * self.unit else round(usual / self.unit) * self.unit
+        self._move(usual)
         self._extremes.append(max(stats.most - self.middle, self.middle - stats.least))
         far = median(self._extremes) / (self.unit or 1.0)
         if far > NEAR * 1.05 or far < NEAR * 0.8:
             self.reach = FAR if far > NEAR else NEAR
+
+    def _move(self, usual: float) -> None:
+        """Zero is the middle, unless nearly all values lie far from it."""
+        is_far = abs(median(self._nearest)) > 4 * self.unit
+        if not is_far:
+            self.middle = 0.0
+        elif self.unit and abs(usual - self.middle) > 3 * self.unit:
+            self.middle = round(usual / self.unit) * self.unit
 
     @property
     def two_sided(self) -> bool:
@@ -73,7 +81,7 @@ class Scale:
     def ticks(self) -> list[tuple[float, str]]:
         """Positions with their values as text."""
         above = [1, 2, 5] if self.reach == FAR else [0.5, 1, 2]
-        steps = [*(-step for step in above if self.two_sided), 0, *above]
+        steps = [*(-step for step in reversed(above) if self.two_sided), 0, *above]
         values = [self.middle + step * (self.unit or 1.0) for step in steps]
         return [(float(self.of(np.array(value))), short(value)) for value in values if abs(value) <= LARGEST]
 
