@@ -66,8 +66,10 @@ class Companion(Protocol):
     def recorded(self, number: int, record: Record, recording: Recording) -> bool:
         """A record was made, and its tensors are alive. True if they are to be kept to the end."""
 
-    def ended(self, recording: Recording, count: int) -> None:
-        """The forward is over; the first `count` records are those of its calls, in order."""
+    def ended(self, recording: Recording, count: int, twice: dict[ValueId, ValueId]) -> None:
+        """The forward is over; the first `count` records are those of its calls, in order. `twice`: values whose tensor
+        also stands for an earlier value, which is meant where the model reads it by another name.
+        """
 
     def lost(self, why: str) -> None:
         """The rest of the forward is not followed."""
@@ -168,6 +170,7 @@ class FollowingTracer(MemorySavingTracer):
         self.modes = -1  # on torch's stack before ours
         self.draws = _NoDraws({}, {}, {})
         self.told = 0  # records
+        self.twice: dict[ValueId, ValueId] = {}  # second values of tensors, and what they stood for at first
         self.counters: Counters = ([], [])  # write counters of what the model holds, as the forward began
         self.dropper = _Dropper(recording, self.memory, self, self.in_trees, self.aliased, self.aliases)  # type: ignore[arg-type]
         recording.values.dropper = self.dropper  # type: ignore[attr-defined]
@@ -236,7 +239,7 @@ class FollowingTracer(MemorySavingTracer):
                 count = len(self.recording.records)
                 record_changes(self, snapshot)
                 self.recording.addresses = self.origins.addresses
-                self.companion.ended(self.recording, count)
+                self.companion.ended(self.recording, count, self.twice)
         except (Exception, RetraceAtDispatch) as error:
             self.go_blind(_text(error))
 
@@ -337,6 +340,12 @@ class FollowingTracer(MemorySavingTracer):
         """Record an alias of a tensor, which the tensor itself stands for from now on."""
         source, site = self.read(tensor), None if more else self.site()
         self.append(alias, _IDENTITY, [source, *more], {}, self.register_again(tensor), site, None, False)
+
+    def register_again(self, tensor: torch.Tensor) -> ValueId:
+        source = self.read(tensor)
+        made = super().register_again(tensor)
+        self.twice[made] = self.twice.get(source, source)
+        return made
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom function. Its body is recorded before it is known to be one node, and told afterwards."""

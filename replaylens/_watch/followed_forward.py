@@ -23,7 +23,7 @@ is changed, and no other module's calls take longer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from threading import get_ident
 from types import FunctionType
@@ -85,9 +85,10 @@ def why_not(model: nn.Module) -> str | None:
 class FollowedForward:
     """Arms the next forward of `model`: it runs as ever, and tells the values of these names as they are computed.
 
-    `seen(label, tensor)` gets the label as the program has it, `chunk_1_3[0]` for one of several tensors; it may return
-    a function, which is called once the name is proven. `refused(why)` is told when a forward was not followed to its
-    end, and when a name is none of the model's. Nothing is ever run twice, and nothing raised here reaches the model.
+    `seen(label, tensor)` gets the name that was asked for, if it is that of one layer, else the shortest that the layer
+    has in a program: `relu_3`, `relu_1:2`, `chunk_1[0]` for one of several tensors. It may return a function, which is
+    called once the name is proven. `refused(why)` is told when a forward was not followed to its end, and when a name
+    is none of the model's. Nothing is ever run twice, and nothing raised here reaches the model.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class FollowedForward:
         """The labels that are meant on a path, by the values that have them."""
         if path not in self._meant:
             found: dict[int, tuple[str, ...]] = {}
+            seen: set[int] = set()  # places: each is told once, by the first name that means it
             for name in self._names:
                 places = path.places_of(name)
                 if places:
@@ -168,8 +170,10 @@ class FollowedForward:
                 else:
                     self._report(f"no operation is called {name!r}.{_nearest(name, path)}")
                 for place in places:
-                    for label, value in place.values:
-                        found[value] = tuple(dict.fromkeys((*found.get(value, ()), label)))
+                    label = name if len(places) == 1 and name in place.names else place.names[0]
+                    for way, value in place.values if id(place) not in seen else ():
+                        found[value] = (*found.get(value, ()), label + way)
+                    seen.add(id(place))
             self._meant[path] = found
         return self._meant[path]
 
@@ -252,12 +256,22 @@ class ArmedCall:
 
 @frozen
 class Place:
-    """A layer on a path: its label, its type, and its values with a label for each."""
+    """A layer on a path: its label, its type, and its values with the way to each."""
 
     label: str
     kind: str
-    values: tuple[tuple[str, int], ...]
+    values: tuple[tuple[str, int], ...]  # ("[0]", value)
     is_computed: bool = True  # no state of the model, and not left over
+    is_counted: bool = True  # its number among all layers is certain
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every form of the label that is certain, the shortest first: `relu_3`, `relu_3_7`, `relu_3:1`."""
+        layer, turn = Label.of(self.label)
+        short = Label(layer).short
+        found = [str(Label(short, turn)), *([self.label] if self.is_counted else ())]
+        found += [short, f"{short}:{turn or 1}", *([layer, f"{layer}:{turn or 1}"] if self.is_counted else ())]
+        return tuple(dict.fromkeys(found))
 
 
 @define(eq=False)
@@ -271,11 +285,9 @@ class Path:
     @cached_property
     def by_name(self) -> dict[str, list[Place]]:
         """By every form of a label: `relu_3_7`, `relu_3`, `relu_3:1`, `relu_3_7:1`."""
-        found: dict[str, list[Place]] = {place.label: [place] for place in self.places}
+        found: dict[str, list[Place]] = {}
         for place in self.places:
-            layer, turn = Label.of(place.label)
-            short = Label(layer).short
-            for name in {short, layer, f"{short}:{turn or 1}", f"{layer}:{turn or 1}"} - {place.label}:
+            for name in place.names:
                 found.setdefault(name, []).append(place)
         return found
 
@@ -288,8 +300,7 @@ class Path:
             return of_type
         if not is_glob(name):
             return []
-        among = {place.label for one, places in self.by_name.items() if matches(one, name) for place in places}
-        return [place for place in computed if place.label in among]
+        return [place for place in computed if any(matches(one, name) for one in place.names)]
 
 
 _paths: WeakKeyDictionary[nn.Module, list[Path]] = WeakKeyDictionary()  # the last used ones first
@@ -315,11 +326,19 @@ def _proof(recording: Recording, count: int) -> Any:
     return list(map(reads_of, records)), sites, scopes, outputs, value_ids_in(recording.output)
 
 
-def _learned(keys: list[Any], proof: Any, recording: Recording) -> Path:
-    """The path of a forward that is over, with the names that a capture gives."""
+def _learned(keys: list[Any], proof: Any, recording: Recording, twice: Mapping[ValueId, ValueId]) -> Path:
+    """The path of a forward that is over, with the names that a capture gives.
+
+    A capture hands an alias to the model where a module returns what it has kept, and sees which of the two is read
+    later. Here both are one tensor, so it is uncertain whether that alias counts as a layer. Then no name is given by a
+    number among all layers, and none that would be another one if the first of the two values had been read.
+    """
     alone = len(recording.values)  # values from here on are names that module outputs get now
+    read = {handle for record in recording.records for handle in reads_of(record)} | {*value_ids_in(recording.output)}
+    is_doubtful = any(is_output_alias(record) and record.returns in read for record in recording.records)
     reads = add_output_aliases(recording)
     names, orphans = names_of(recording, reads)
+    others = names_of(recording, [[twice.get(h, h) for h in one] for one in reads])[0] if twice else names
     of: dict[int, int] = {}
 
     def value(handle: int) -> int:
@@ -328,30 +347,30 @@ def _learned(keys: list[Any], proof: Any, recording: Recording) -> Path:
         return handle
 
     places: list[Place] = []
-    for record, name, orphan in zip(recording.records, names, orphans, strict=True):
+    for record, name, other, orphan in zip(recording.records, names, others, orphans, strict=True):
         if is_output_alias(record) and record.returns >= alone:
             of[record.returns] = record.args[0]
-        if not isinstance(record, SourceRecord) or record.kind != "parameter":
-            values = [(name + "".join([f"[{step}]" for step in path]), value(h)) for path, h in _values_of(record)]
-            is_state = isinstance(record, SourceRecord) and record.kind in ("buffer", "attribute")
-            places.append(Place(name, record.kind, tuple(values), not (is_state or orphan)))
-    places.extend(_outputs(recording, places, value))
+        is_certain = _short(name) == _short(other) and not (is_doubtful and record.kind == "identity")
+        if is_certain and (type(record) is not SourceRecord or record.kind != "parameter"):
+            values = [("".join([f"[{step}]" for step in path]), value(h)) for path, h in _values_of(record)]
+            is_state = type(record) is SourceRecord and record.kind in ("buffer", "attribute")
+            is_counted = name == other and not is_doubtful
+            places.append(Place(name, record.kind, tuple(values), not (is_state or orphan), is_counted))
+    last = max([numbers[1] for name in names if (numbers := Label.of(name).numbers)], default=-1)
+    for n, handle in enumerate(dict.fromkeys(value_ids_in(recording.output))):
+        label = f"output_{n + 1}_{last + n + 1}"
+        places.append(Place(label, "output", (("", value(handle)),), is_counted=not is_doubtful))
     return Path(keys, proof, tuple(places))
+
+
+def _short(name: str) -> str:
+    return Label.of(name).short
 
 
 def _values_of(record: Record) -> list[tuple[tuple[Any, ...], ValueId]]:
     """The values of a record with the path to each; () for one that is all it gives."""
     result = record.result if isinstance(record, CallRecord) else None
     return list(value_ids_with_paths(record.returns if result is None else result))
-
-
-def _outputs(recording: Recording, places: list[Place], value: Callable[[int], int]) -> Iterator[Place]:
-    """The outputs of the program, which count as layers."""
-    known = [numbers[1] for place in places if (numbers := Label.of(place.label).numbers)]
-    number = max(known, default=-1)
-    for n, handle in enumerate(dict.fromkeys(value_ids_in(recording.output))):
-        label = f"output_{n + 1}_{number + n + 1}"
-        yield Place(label, "output", ((label, value(handle)),))
 
 
 # -- one forward -------------------------------------------------------------------------------------------------------
@@ -390,12 +409,12 @@ class Sample:
         if isinstance(value, torch.Tensor):
             self.told.extend([(follower, handle, label, follower.tell(label, value)) for label in labels])
 
-    def ended(self, recording: Recording, count: int) -> None:
+    def ended(self, recording: Recording, count: int, twice: dict[ValueId, ValueId]) -> None:
         """Deliver what was told by a name that is proven, and tell what has its name only now."""
         proof = _proof(recording, count)
         path = self.path
         if path is None or len(path.keys) != count or path.proof != proof:
-            path = _learned(self.keys, proof, recording)
+            path = _learned(self.keys, proof, recording, twice)
             self._tell_late(path, recording)
         else:
             self.paths.remove(path)
