@@ -8,8 +8,8 @@ row that is on somebody's screen, and at most one each time, a picture is made.
 from __future__ import annotations
 
 import json
+import os
 import queue
-import secrets
 import threading
 import time
 from collections import deque
@@ -22,6 +22,7 @@ from .statistics import Stats
 from .wire import Event, Sample
 
 MOST_STREAMS, MOST_WAITING, MOST_LOOKED = 8, 300, 40
+MOST_KEPT = 16 << 20  # bytes of values, of which a picture may be wanted
 TICK, STATUS_EVERY, STILL_HERE = 0.2, 5, 10.0  # seconds; ticks; seconds
 
 Status = Callable[[], Mapping[str, Any]]
@@ -71,11 +72,13 @@ class Feed:
         self.status: Status = dict  # what the child knows of its sinks
         self.pause_wanted: Callable[[bool], None] | None = None  # tells the training that it should not sample
         self.history = History()
-        self._session = secrets.token_hex(4)
+        self._session = os.urandom(4).hex()
         self._lock = threading.Lock()
         self._streams: dict[int, Stream] = {}
         self._opened = 0
         self._pending: dict[int, Sample] = {}  # by row, of which a picture is wanted; the longest waiting first
+        self._kept: dict[int, Sample] = {}  # by row, the newest ones, as long as pages look
+        self._kept_bytes = 0
         self._looked: frozenset[int] = frozenset()
         self._wants_pause = False
         self._received = 0
@@ -91,8 +94,8 @@ class Feed:
         with self._lock:
             self._received += 1
             row = self.history.sample(sample, stats, bool(self._streams))
-            if row is not None and row.identity in self._looked:
-                self._pending[row.identity] = sample
+            if row is not None and self._streams:
+                self._keep(row.identity, sample)
             self._tell("note", self.history.note(sample.step, sample.note))
 
     def event(self, event: Event) -> None:
@@ -156,6 +159,7 @@ class Feed:
             self._look_anew()
             if not self._streams:
                 self._somebody.clear()
+                self._kept, self._kept_bytes = {}, 0
                 self.history.forget_news()
 
     def look(self, number: int, rows: Iterable[int], opened: int | None) -> None:
@@ -175,12 +179,34 @@ class Feed:
             self._tell("status", self._facts())
         return True
 
-    # -- telling --------------------------------------------------------------------------------------------------
+    # -- pictures -------------------------------------------------------------------------------------------------
+
+    def _keep(self, row: int, sample: Sample) -> None:
+        """For a picture: now, if a page shows the row, or when one will."""
+        before = self._kept.pop(row, None)
+        self._kept[row] = sample
+        self._kept_bytes += sample.values.nbytes - (before.values.nbytes if before is not None else 0)
+        while self._kept_bytes > MOST_KEPT:
+            self._kept_bytes -= self._kept.pop(next(iter(self._kept))).values.nbytes
+        if row in self._looked:
+            self._pending[row] = sample
 
     def _look_anew(self) -> None:
+        before = self._looked
         opened = {stream.opened for stream in self._streams.values() if stream.opened is not None}
         self._looked = frozenset().union(opened, *(stream.looked for stream in self._streams.values()))
         self._pending = {row: sample for row, sample in self._pending.items() if row in self._looked}
+        self._pending |= {row: self._kept[row] for row in self._looked - before if row in self._kept}
+
+    def _next_picture(self, ticks: int) -> tuple[int, Sample] | None:
+        """The row whose picture is due: each second time an opened one, else that which waits longest."""
+        if not self._pending:
+            return None
+        opened = [stream.opened for stream in self._streams.values() if stream.opened in self._pending]
+        row = opened[0] if opened and ticks % 2 and opened[0] is not None else next(iter(self._pending))
+        return row, self._pending.pop(row)
+
+    # -- telling --------------------------------------------------------------------------------------------------
 
     def _tell(self, kind: str, data: Any) -> None:
         """Put a message in every queue; with the lock held."""
@@ -210,14 +236,6 @@ class Feed:
         if picture is not None:
             with self._lock:
                 self._tell("picture", {"id": identity, **picture})
-
-    def _next_picture(self, ticks: int) -> tuple[int, Sample] | None:
-        """The row whose picture is due: each second time an opened one, else that which waits longest."""
-        if not self._pending:
-            return None
-        opened = [stream.opened for stream in self._streams.values() if stream.opened in self._pending]
-        row = opened[0] if opened and ticks % 2 and opened[0] is not None else next(iter(self._pending))
-        return row, self._pending.pop(row)
 
     def _facts(self) -> dict[str, Any]:
         """How the run is doing, for JSON."""

@@ -7,25 +7,23 @@ site, and know the token; what changes something must carry a header that no for
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import json
 import os
 import re
-import secrets
 import socket
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import ThreadingTCPServer
-from typing import Any, ClassVar
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from types import MappingProxyType
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from .live_feed import Feed, message
+from .live_requests import Refused, Request, head_of_answer, read_body, read_request
 from .statistics import Stats
 from .wire import Event, Sample
 
@@ -34,23 +32,31 @@ HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}")  # any port: 
 PORTS_TRIED = 20
 MOST_BODY, MOST_THREADS, PATIENCE = 4096, 96, 10.0  # bytes; threads; seconds for a browser to move on
 FRAMED_BY = "'self' http://127.0.0.1:* http://localhost:* https://localhost:* vscode-webview:"  # notebooks
+ALWAYS = {
+    "Content-Security-Policy": "default-src 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Connection": "close",
+}
 
 
 @cache
-def page() -> tuple[bytes, str]:
-    """The page, and the policy that lets it load nothing, and run no script but its own."""
-    text = (Path(__file__).parent / "web" / "live.html").read_text(encoding="utf-8")
-    script, style = (_hash_of(text, tag) for tag in ("script", "style"))
+def page() -> str:
+    """The page, as it is in its file."""
+    return (Path(__file__).parent / "web" / "live.html").read_text(encoding="utf-8")
+
+
+def page_and_policy() -> tuple[bytes, str]:
+    """The page, and the policy that lets it load nothing, and run no script but its own: the one that has the word."""
+    word = os.urandom(16).hex()
+    text = page().replace("<script>", f'<script nonce="{word}">', 1).replace("<style>", f'<style nonce="{word}">', 1)
     policy = (
-        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+        f"default-src 'none'; script-src 'nonce-{word}'; style-src 'nonce-{word}'; connect-src 'self'; img-src data:; "
         f"base-uri 'none'; form-action 'none'; frame-ancestors {FRAMED_BY}"
     )
     return text.encode(), policy
-
-
-def _hash_of(text: str, tag: str) -> str:
-    content = text.split(f"<{tag}>", 1)[1].split(f"</{tag}>", 1)[0]
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 class LiveServer:
@@ -59,7 +65,7 @@ class LiveServer:
     def __init__(self, options: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         page()  # read now: it may not be there any more when somebody asks
         before = urlsplit(str(run.get("url") or ""))  # of a child that this one stands in for: its pages look there
-        token = parse_qs(before.query).get("token", [secrets.token_urlsafe(16)])[0]
+        token = parse_qs(before.query).get("token", [os.urandom(16).hex()])[0]
         self.feed = Feed(run)
         self._server = _server_at(before.port or int(options.get("port") or 0), self.feed, token)
         self.port = self._server.port
@@ -93,7 +99,7 @@ class LiveServer:
 def _written(url: str, folder: Path) -> Path:
     """A new file with the address, for its owner's eyes only."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"replaylens-live-{os.getpid()}-{secrets.token_hex(4)}.url"
+    path = folder / f"replaylens-live-{os.getpid()}-{os.urandom(4).hex()}.url"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(url + "\n")
@@ -163,69 +169,66 @@ class _Server(ThreadingTCPServer):
         """A browser that went away is no news."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Answers one connection: the page, its events, its wishes."""
+def is_same(one: bytes, other: bytes) -> bool:
+    """Whether two secrets are one, told in the same time wherever they differ."""
+    return len(one) == len(other) and sum(a ^ b for a, b in zip(one, other, strict=True)) == 0
+
+
+class _Handler(StreamRequestHandler):
+    """Answers one request: the page, its events, its wishes."""
 
     server: _Server
-    protocol_version = "HTTP/1.1"
     timeout = PATIENCE
     wbufsize = -1  # head and body in one packet
-    get: ClassVar[dict[str, str]] = {"/": "_page", "/events": "_events"}
-    post: ClassVar[dict[str, str]] = {"/pause": "_pause", "/look": "_look"}
 
-    def do_GET(self) -> None:
-        """The page and its events."""
-        if answer := self._allowed(self.get):
-            answer()
-
-    def do_POST(self) -> None:
-        """Wishes of the page: sent by its script alone, since no other site can set this header."""
-        if (answer := self._allowed(self.post)) and (body := self._body()) is not None:
+    def handle(self) -> None:
+        """Read, answer, leave."""
+        with contextlib.suppress(OSError):  # a browser that went away is no news
             try:
-                answer(json.loads(body))
-            except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
-                self._refuse(400, "not understood")
+                if request := read_request(self.rfile):
+                    self._answer_to(request)
+            except Refused as refused:
+                self._send(refused.code, f"{refused}\n".encode(), "text/plain; charset=utf-8")
+                self._read_on()
 
-    def _body(self) -> bytes | None:
-        """What was sent; None if it was refused."""
-        length = self.headers.get("Content-Length", "")
-        if self.headers.get("X-Watch") is None:
-            self._refuse(403, "not sent by the page")
-        elif not re.fullmatch("[0-9]{1,18}", length):
-            self._refuse(411, "no length")
-        elif int(length) > MOST_BODY:
-            self._refuse(413, "too long")
-        else:
-            return self.rfile.read(int(length))
-        return None
-
-    def _allowed(self, answers: Mapping[str, str]) -> Callable[..., None] | None:
-        """The function that answers this request; None if it was refused."""
-        where = urlsplit(self.path)
-        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+    def _answer_to(self, request: Request) -> None:
+        answers: dict[str, dict[str, Callable[..., None]]] = {
+            "GET": {"/": self._page, "/events": self._events},
+            "POST": {"/pause": self._pause, "/look": self._look},
+        }
+        if request.method not in answers:
+            raise Refused(501, "not understood")
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if not HOSTS.fullmatch(host) or origin not in (None, f"http://{host}"):
-            self._refuse(403, "not from here")
-        elif where.path not in answers:
-            self._refuse(404, "nothing here")
-        elif not self._knows_token(where.query):
-            self._refuse(403, "the address lacks the token: use the link that was printed")
-        else:
-            found: Callable[..., None] = getattr(self, answers[where.path])
-            return found
-        return None
+            raise Refused(403, "not from here")
+        answer = answers[request.method].get(request.path)
+        if answer is None:
+            raise Refused(404, "nothing here")
+        if not is_same(request.token.encode(), self.server.token.encode()):
+            raise Refused(403, "the address lacks the token: use the link that was printed")
+        answer(*self._wish(request))
 
-    def _knows_token(self, query: str) -> bool:
-        given = parse_qs(query).get("token", [""])[0]
-        return secrets.compare_digest(given.encode("utf-8", "surrogateescape"), self.server.token.encode())
+    def _wish(self, request: Request) -> tuple[Any, ...]:
+        """What the page's script sent with it: no other site can set this header."""
+        if request.method == "GET":
+            return ()
+        if "x-watch" not in request.headers:
+            raise Refused(403, "not sent by the page")
+        try:
+            said = json.loads(read_body(request, self.rfile, MOST_BODY))
+        except (ValueError, RecursionError):
+            raise Refused(400, "not understood") from None
+        if not isinstance(said, dict):
+            raise Refused(400, "not understood")
+        return (said,)
 
     def _page(self) -> None:
-        text, _ = page()
-        self._answer(200, text, "text/html; charset=utf-8")
+        text, policy = page_and_policy()
+        self._send(200, text, "text/html; charset=utf-8", {"Content-Security-Policy": policy})
 
     def _events(self) -> None:
         """All that happens, until the page leaves or the run ends."""
-        self.close_connection = True
-        self._head(200, "text/event-stream", None)
+        self.wfile.write(head_of_answer(200, {"Content-Type": "text/event-stream", **ALWAYS}))
         feed = self.server.feed
         stream = feed.open()
         if stream is None:
@@ -235,50 +238,32 @@ class _Handler(BaseHTTPRequestHandler):
             for said in feed.messages(stream):
                 self.wfile.write(said)
                 self.wfile.flush()
-        except OSError:
-            pass  # the page is gone
         finally:
             feed.leave(stream)
 
-    def _pause(self, said: Any) -> None:
-        done = self.server.feed.pause(bool(said["pause"]))
-        self._answer(200 if done else 409, json.dumps({"done": done}).encode(), "application/json")
+    def _pause(self, said: dict[str, Any]) -> None:
+        if not isinstance(said.get("pause"), bool):
+            raise Refused(400, "pause, or not?")
+        if not self.server.feed.pause(said["pause"]):
+            raise Refused(409, "nobody can be asked")
+        self._send(200, b"{}", "application/json")
 
-    def _look(self, said: Any) -> None:
-        rows, opened = [int(row) for row in said["rows"]], said.get("open")
-        self.server.feed.look(int(said["stream"]), rows, None if opened is None else int(opened))
-        self._answer(200, b"{}", "application/json")
+    def _look(self, said: dict[str, Any]) -> None:
+        rows, opened, stream = said.get("rows"), said.get("open"), said.get("stream")
+        if not isinstance(rows, list) or not isinstance(stream, int) or not isinstance(opened, int | None):
+            raise Refused(400, "look at what?")
+        self.server.feed.look(stream, [row for row in rows if isinstance(row, int)], opened)
+        self._send(200, b"{}", "application/json")
 
-    def _refuse(self, code: int, why: str) -> None:
-        """An answer without anything of the run; what else was sent is not read."""
-        self.close_connection = True
-        self._answer(code, f"{code}: {why}\n".encode(), "text/plain; charset=utf-8")
-
-    def _answer(self, code: int, body: bytes, kind: str) -> None:
-        self._head(code, kind, len(body))
-        self.wfile.write(body)
+    def _send(self, code: int, body: bytes, kind: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
+        headers = {"Content-Type": kind, "Content-Length": str(len(body)), **ALWAYS, **more}
+        self.wfile.write(head_of_answer(code, headers) + body)
         self.wfile.flush()
 
-    def _head(self, code: int, kind: str, length: int | None) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        if length is not None:
-            self.send_header("Content-Length", str(length))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        for name, value in (
-            ("Content-Security-Policy", page()[1]),
-            ("Referrer-Policy", "no-referrer"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-            ("Cache-Control", "no-store"),
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-
-    def version_string(self) -> str:
-        """Says nothing about this machine."""
-        return "replaylens"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is printed: the terminal is the training's."""
+    def _read_on(self) -> None:
+        """Read what else was sent, a little: a connection that is closed before takes its answer along."""
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(0.2)
+        for _ in range(16):
+            if not self.connection.recv(65536):
+                return
