@@ -111,6 +111,7 @@ def told(tmp_path):
 # -- normal life -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process takes is read in /proc")
 def test_a_child_is_small_and_quick_and_knows_no_torch(tmp_path, module):
     sink = module("""
         import sys, resource
@@ -126,6 +127,7 @@ def test_a_child_is_small_and_quick_and_knows_no_torch(tmp_path, module):
         took = time.monotonic() - began
         sizes = [int(Path(f"/proc/{process_of(one)}/status").read_text().split("VmHWM:")[1].split()[0]) for one in made]
         nice = {os.getpriority(os.PRIO_PROCESS, process_of(one)) for one in made}
+        assert all(os.sched_getscheduler(process_of(one)) == os.SCHED_BATCH for one in made)
     assert max(sizes) < 40 * 1024 and min(nice) > os.getpriority(os.PRIO_PROCESS, 0)
     loaded = told(tmp_path)[0]
     assert "'numpy'" in loaded and not [one for one in ("'torch'", "'replaylens'", "'attr'") if one in loaded]

@@ -36,9 +36,15 @@ from .ring import Ring
 from .watch_stats import SinkStats
 
 FOLDER = Path(__file__).parent / "child"
+# A batch process that is woken waits for its turn. Any other takes the core that woke it, the training's where no other
+# is free: to wake it then costs the training 1.4 ms in place of 0.04.
 BOOT = """\
 import os, sys
-os.nice(5)
+try:
+    os.nice(5)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+except (AttributeError, OSError):
+    pass
 sys.path[:1] = filter(None, sys.path[:1])
 import json, types
 _, folder, config, ring, index, parent = sys.argv
