@@ -273,7 +273,8 @@ class Program(ProgramBase):
         The predicate gets a tensor, and answers with a truth value, or a tensor of them, of which one is enough. Of a
         layer that gives several tensors each is asked. Integers are asked as well. Values that were not kept are
         computed again. With `grad=True` it gets the gradients of the backward pass instead, from the output back: the
-        first one is where the backward pass went wrong. Parameters are no layers: `prog.state` has them.
+        first one is where the backward pass went wrong. Parameters are no layers: `prog.state` has them. A mask of
+        `-inf` is not finite either; `torch.isnan` passes over it.
 
         >>> capture(lambda x: (x - 2).sqrt() + 1, torch.ones(3)).first(lambda value: ~torch.isfinite(value)).label
         'sqrt_1_2'

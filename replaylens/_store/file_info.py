@@ -13,6 +13,7 @@ from attrs import frozen
 from .._layers.format import format_bytes
 from .allowed import needs_trust
 from .objects import PROGRAMS, opened, reading
+from .pool import natural
 from .read_trees import bad, flag, items, mapping, text, texts
 
 
@@ -37,11 +38,14 @@ class FileInfo:
     saved: tuple[str, ...] = ()  # those whose values are in the file
     state: tuple[str, ...] = ()  # the addresses of parameters and buffers
     has_state: bool = False  # are they in the file?
+    note: str = ""  # of a step of a training: which one, and why it was kept
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.made_by.items())
         what = f"{self.kind} of {self.model}" if self.model else self.kind
         lines = [f"{self.path}: {what}, {format_bytes(self.nbytes)}, written by {versions}."]
+        if self.note:
+            lines.append(f"    {self.note}.")
         if self.layers:
             with_state = f"{len(self.state)} parameters and buffers{'' if self.has_state else ', not in the file'}"
             lines.append(f"    {len(self.layers)} nodes, {len(self.saved)} of them with values; {with_state}.")
@@ -78,6 +82,8 @@ def _result_facts(body: Any) -> dict[str, Any]:
         return {"model": text(mapping(inner["graph"]).get("model_name", "")), "digest": text(inner["digest"])}
     if type(graph := body.get("graph")) is dict:
         return {"model": text(graph.get("model_name", ""))}
+    if type(model := body.get("model")) is str:  # a step of a training
+        return {"model": text(model), "note": f"Step {natural(body['number'])}: {text(body['reason'])}"}
     if type(rows := body.get("programs")) is list:
         return {"refers_to": tuple([text(mapping(row)["program"]) for row in rows])}
     return {}

@@ -36,6 +36,7 @@ from .._ir.torch_private import (
 )
 from .._ir.trees import ATOMS, Branch, freeze_deep, leaves, map_leaves_shared
 from .._store.objects import save
+from .._store.pool import require_writable
 from .judges import Dead, Judge, StepNumbers, are_finite, extremes, judges_of
 from .step_file import (
     GivenTensor,
@@ -156,14 +157,12 @@ class _Output:
     @staticmethod
     def of(tensor: torch.Tensor, is_judged: bool) -> _Output:
         """What is kept of a tensor."""
-        if not is_judged or type(tensor) is not torch.Tensor or tensor.is_meta:
-            return _Output(None, -1, None, [])
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            return _Output(None, -1, None, [])
-        held = tensor.detach()
-        if tensor.layout is torch.strided and tensor.nbytes <= _LARGE:
-            return _Output(held, version_of(held), None, [])
-        return _Output(None, -1, extremes(held), [])
+        if type(tensor) is torch.Tensor and not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex()):
+            held = tensor.detach()
+            if tensor.layout is torch.strided and tensor.nbytes <= _LARGE:
+                return _Output(held, version_of(held), None, [])
+            return _Output(None, -1, extremes(held) if is_judged else None, [])
+        return _Output(None, -1, None, [])
 
     def extremes(self) -> torch.Tensor | None:
         """The least and the most of it; None where that is not known."""
@@ -188,7 +187,7 @@ class _Receiver:
         self.received = received
 
     def __call__(self, grad: torch.Tensor) -> None:
-        self.received.append((grad.detach(), version_of(grad)))
+        self.received.append((grad.detach() if grad.requires_grad else grad, version_of(grad)))
 
 
 @define(eq=False)
@@ -298,7 +297,7 @@ class Keeper:
         self._skips = 0
         if scaler is not None:
             self._scaler, self._scale = scaler, _scale_of(scaler)
-        _unseen(self._judge, step, self._scale)
+        _unseen(self._judge, step)
 
     def keep(self, reason: str = "kept on purpose") -> None:
         """Write the step that runs now."""
@@ -319,7 +318,7 @@ class Keeper:
         """Judge a step that nobody ended, as where the loop itself raised at a NaN; wait until all files are there."""
         if not self._is_closed:
             if any(not one.is_judged for one in self._beginnings):
-                _unseen(self._judge, self._beginnings[-1].step, None)
+                _unseen(self._judge, self._beginnings[-1].step)
             self._is_closed = True
             self._clear()
         self.wait()
@@ -368,7 +367,7 @@ class Keeper:
         if latest.is_judged:
             self._clear()
         elif latest.step != step:
-            self._judge(latest.step, None)
+            self._judge(latest.step)
             self._clear()
         else:
             pending = [one for one in self._beginnings if not one.is_judged]
@@ -376,7 +375,7 @@ class Keeper:
             if is_skipped is None:
                 return
             self._skips += 1
-            self._judge(step, self._scale, is_reached=False)
+            self._judge(step, is_reached=False)
             if is_skipped:
                 self._clear()
 
@@ -465,17 +464,19 @@ class Keeper:
 
     # -- the judgement -------------------------------------------------------------------------------------------------
 
-    def _judge(self, step: int, scale: float | None, is_reached: bool = True) -> None:
+    def _judge(self, step: int, is_reached: bool = True) -> None:
         pending = self._beginnings
         if not pending:
             return
-        numbers = StepNumbers(step, self._parameters, self._names, pending, scale, 0 if is_reached else self._skips)
+        numbers = StepNumbers(
+            step, self._parameters, self._names, pending, self._scale, 0 if is_reached else self._skips
+        )
         reason = self._alarm(numbers)
         if reason is not None:
             self._alarms += 1
         elif self._wanted is not None:
             reason, self._wanted = self._wanted, None
-        elif is_reached and self.keep_every and step % self.keep_every == 0 and not pending[-1].is_judged:
+        elif is_reached and self.keep_every and step and step % self.keep_every == 0 and not pending[-1].is_judged:
             reason = f"kept every {self.keep_every} steps"
         for one in pending:
             one.is_judged = one.is_judged or is_reached
@@ -661,6 +662,10 @@ def _rank() -> int | None:
 
 def _data_of(one: _Beginning, module: nn.Module) -> StepData:
     """Copies of all that the step began with; what is no longer as it was is noted in `why`."""
+    for at, entry in enumerate(one.inputs):
+        require_writable(entry.tensor, f"input {at}")
+    for address, held in _held(module).items():
+        require_writable(held, address)
     given = _given_of(one, module)
     if settings(torch.float32) != one.context.settings:
         one.why.append("switches of torch that choose kernels changed since, and may have been others in the forward")

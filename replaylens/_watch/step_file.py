@@ -251,12 +251,12 @@ class Step:
             if one.address:
                 module, key = held[one.address]
                 tensors.append(getattr(module, key))
-            elif one.requires_grad:
-                leaf = copied.requires_grad_()
+            elif one.requires_grad and one.has_history:
                 with torch.enable_grad():
-                    tensors.append(leaf.view_as(leaf) if one.has_history else leaf)
+                    computed: Any = _Computed.apply
+                    tensors.append(computed(torch.zeros((), requires_grad=True), [copied]))
             else:
-                tensors.append(copied)
+                tensors.append(copied.requires_grad_(one.requires_grad))
         packages = {type(module).__module__.partition(".")[0] for module in twin.modules()} - {"torch"}
         tree = _with_classes(data.inputs, lambda kind: _class_like(kind, {*packages, *trust}))
         args, kwargs = thaw_shared(tree, partial(_filled_leaf, tensors))
@@ -316,6 +316,18 @@ class _GradientAt(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         scale = float(upstream)
         return None, *[grad if scale == 1.0 else grad * scale for grad in ctx.grads], *[None] * len(ctx.grads)
+
+
+class _Computed(torch.autograd.Function):
+    """A tensor that something before the model has computed: it may be written in place, as a leaf may not."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+        return held[0]
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        return None, None
 
 
 # -- tensors in memory of their own ------------------------------------------------------------------------------------
@@ -662,7 +674,7 @@ def _read_step(reader: TreeReader, json: Json) -> Step:
         frozenset(map(line, items(given["frozen"]))),
         tuple([ModuleFacts(*_module(row)) for row in items(given["modules"])]),
         {
-            line(name): reader.pool.generator_state(row)
+            line(name): _generator_state(reader, name, row)
             for name, row in (exactly(r, 2) for r in items(given["generators"]))
         },
         optional(_python_state, given["python"]),
@@ -695,6 +707,13 @@ def _read_given(reader: TreeReader, row: Json, state: Mapping[str, int]) -> Give
     if flag(requires_grad) and not (tensor.is_floating_point() or tensor.is_complex()):
         bad("an input of whole numbers is said to need a gradient")
     return GivenTensor(tensor, requires_grad, flag(has_history), address)
+
+
+def _generator_state(reader: TreeReader, name: str, row: Json) -> torch.Tensor:
+    state = reader.pool.generator_state(row)
+    if name == "cpu" and state.numel() != torch.default_generator.get_state().numel():
+        bad("the state of a generator is that of another device")
+    return state
 
 
 def _is_input(ref: Ref, count: int) -> bool:
