@@ -225,7 +225,13 @@ def _operations(prog: Program, reached: frozenset[str]) -> Iterator[Probe]:
         has_grad = any(layer.node.name in reached for layer in layers)
         refs = list(specs_of(node))
         yield Probe(
-            label.short, "operation", layers[0].layer_type, _shown(prog, refs), len(layers), has_grad, layers[0].module
+            label.short,
+            "operation",
+            layers[0].layer_type,
+            _shown(prog, refs),
+            len(layers),
+            has_grad,
+            layers[0].module or "",
         )
 
 
