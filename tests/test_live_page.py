@@ -549,9 +549,27 @@ def test_every_value_has_a_small_picture_or_none(values, what):
         json.dumps(found, allow_nan=False)
 
 
-def test_values_of_which_only_some_came_are_drawn_line_by_line():
-    found, _ = drawn(np.arange(100.0), shape=(50, 40), size=2000, thinned=True)
+def test_a_thinned_value_is_drawn_at_its_places():
+    whole = np.arange(2 * 6 * 20 * 20.0).reshape(2, 6, 20, 20)
+    found, shades = drawn(whole.reshape(-1)[::7], shape=whole.shape, size=whole.size, thinned=True)
+    _, exact = drawn(whole)
+    assert found["words"] == "[0]: 6 maps of 20 × 20; one of 7 values, in the order of memory"
+    assert shades.shape == exact.shape and (shades == live_picture.GAP).sum() == (exact == live_picture.GAP).sum()
+    assert np.abs(shades.astype(int) - exact).max() <= 2  # the one before, at most 6 of 2,400
+
+
+def test_a_large_thinned_matrix_has_a_small_picture():
+    rows, columns, step = 5000, 3000, 229
+    places = np.arange(0, rows * columns, step)
+    _, shades = drawn(np.sqrt(places // columns), shape=(rows, columns), size=rows * columns, thinned=True)
+    assert max(shades.shape) <= live_picture.SIDE
+    assert (np.diff(shades[:, 50].astype(int)) >= 0).all() and shades[0, 50] < shades[-1, 50]
+
+
+def test_other_values_are_drawn_line_by_line():
+    found, _ = drawn(np.arange(100.0), shape=(2000,), size=2000, thinned=True)
     assert (found["rows"], found["columns"], found["words"]) == (10, 10, "100 of 2,000 values, line by line")
+    assert drawn(np.arange(30.0), shape=(50, 40), size=2000)[0]["words"] == "30 of 2,000 values, line by line"  # sparse
 
 
 # -- a bounded memory -------------------------------------------------------------------------------------------------

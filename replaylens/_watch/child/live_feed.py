@@ -68,7 +68,8 @@ class Feed:
     """The history of a run, and those who are told of it."""
 
     def __init__(self, run: Mapping[str, Any]) -> None:
-        self.run = {name: run.get(name) for name in ("name", "model", "started")}
+        started = time.time() if run.get("started") is None else run["started"]
+        self.run = {"name": run.get("name"), "model": run.get("model"), "started": started}
         self.status: Status = dict  # what the child knows of its sinks
         self.pause_wanted: Callable[[bool], None] | None = None  # tells the training that it should not sample
         self.history = History()

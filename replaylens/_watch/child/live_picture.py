@@ -7,7 +7,7 @@ than its place, a pixel is the mean of a block, so that one NaN shows. Gaps betw
 from __future__ import annotations
 
 import base64
-from math import ceil, sqrt
+from math import ceil, prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -45,27 +45,40 @@ def picture_of(sample: Sample) -> dict[str, Any] | None:
 
 def _maps(values: Values, sample: Sample) -> tuple[Values, str]:
     """Matrices to be tiled, (maps, rows, columns), and what they are."""
-    if values.shape != sample.shape:  # thinned, or the values of a sparse one
-        width = min(SIDE, ceil(sqrt(values.size)))
-        used = values.size // width * width
-        return values[:used].reshape(1, -1, width), f"{used:,} of {sample.size:,} values, line by line"
-    if values.ndim == 1:
-        return values.reshape(1, 1, -1), f"{values.size:,} values"
-    if values.ndim == 2:
-        return values[None], f"{values.shape[0]:,} × {values.shape[1]:,}"
-    if sample.what in PARAMETERS:
-        return _some(values.reshape(-1, *values.shape[-2:]), "")
-    ahead = values.ndim - (2 if values.ndim == 3 else 3)  # of a batch, the first; of images, all channels
-    values = values[(0,) * ahead].reshape(-1, *values.shape[-2:])
-    return _some(values, f"[{', '.join(['0'] * ahead)}]: " if ahead else "")
+    if values.shape == sample.shape:
+        layout, words = _layout(sample.shape, sample.what)
+        count = layout[0] * layout[1] * layout[2]
+        return values.reshape(-1)[:count].reshape(layout), words
+    step = -(-sample.size // values.size)
+    if sample.thinned and len(sample.shape) > 1 and -(-sample.size // step) == values.size:
+        layout, words = _layout(sample.shape, sample.what)
+        return _spread(values, layout, step), f"{words}; one of {step} values, in the order of memory"
+    width = min(SIDE, ceil(sqrt(values.size)))  # of a sparse or a long one
+    used = values.size // width * width
+    return values[:used].reshape(1, -1, width), f"{used:,} of {sample.size:,} values, line by line"
 
 
-def _some(maps: Values, where: str) -> tuple[Values, str]:
-    """As many of the maps as can be told apart."""
-    side = max(maps.shape[1:])
-    most = max(1, min(len(maps), (SIDE // (min(side, 24) + 1)) ** 2))
-    words = f"{most} of {len(maps)} maps" if most < len(maps) else f"{most} maps" if most > 1 else "one map"
-    return maps[:most], f"{where}{words} of {maps.shape[1]} × {maps.shape[2]}"
+def _layout(shape: tuple[int, ...], what: str) -> tuple[tuple[int, int, int], str]:
+    """Which maps are shown, (maps, rows, columns), from the first value on, and what they are."""
+    if len(shape) < 2:
+        return (1, 1, prod(shape)), f"{prod(shape):,} values"
+    rows, columns = shape[-2:]
+    if len(shape) == 2:
+        return (1, rows, columns), f"{rows:,} × {columns:,}"
+    first = 0 if what in PARAMETERS else max(1, len(shape) - 3)  # of a batch, the first; of images, all channels
+    maps = prod(shape[first:-2])
+    most = max(1, min(maps, (SIDE // (min(max(rows, columns), 24) + 1)) ** 2))
+    which = f"{most} of {maps} maps" if most < maps else f"{most} maps" if most > 1 else "one map"
+    where = f"[{', '.join(['0'] * first)}]: " if first else ""
+    return (most, rows, columns), f"{where}{which} of {rows:,} × {columns:,}"
+
+
+def _spread(values: Values, layout: tuple[int, int, int], step: int) -> Values:
+    """Maps of which each `step`-th value is known: at each pixel, the one before it."""
+    maps, rows, columns = layout
+    down, across = np.arange(0, rows, ceil(rows / SIDE)), np.arange(0, columns, ceil(columns / SIDE))
+    places = (np.arange(maps)[:, None, None] * rows + down[:, None]) * columns + across
+    return values[np.minimum(places // step, values.size - 1)]
 
 
 def _tiled(maps: Values) -> tuple[Values, tuple[int, int]]:
