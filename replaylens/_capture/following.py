@@ -127,7 +127,7 @@ def _followed(model: nn.Module, args: Any, kwargs: Any, tracer: FollowingTracer,
         tracer.end(output, snapshot)
         return output
     finally:
-        tracer.forget()
+        tracer.release()
 
 
 def _take_inputs(tracer: FollowingTracer, args: Any, kwargs: Any) -> Any:
@@ -172,7 +172,8 @@ class FollowingTracer(MemorySavingTracer):
         self.told = 0  # records
         self.twice: dict[ValueId, ValueId] = {}  # second values of tensors, and what they stood for at first
         self.counters: Counters = ([], [])  # write counters of what the model holds, as the forward began
-        self.dropper = _Dropper(recording, self.memory, self, self.in_trees, self.aliased, self.aliases)  # type: ignore[arg-type]
+        tells: Any = self
+        self.dropper: _Dropper = _Dropper(recording, self.memory, tells, self.in_trees, self.aliased, self.aliases)
         recording.values.dropper = self.dropper  # type: ignore[attr-defined]
 
     # -- in and out ----------------------------------------------------------------------------------------------------
@@ -211,6 +212,12 @@ class FollowingTracer(MemorySavingTracer):
         for table in (recording.guards, recording.asked, recording.scopes, self.stateful, self.date.tensors):
             table.clear()
         recording.records, recording.values, recording.scope_outputs, recording.output = [], [], [], None
+
+    def release(self) -> None:
+        """Hold nothing at all any more, so that no collector is needed."""
+        self.forget()
+        vars(self).pop("module_call", None)
+        self.dropper.guess = None  # type: ignore[assignment]
 
     # -- what the dropper asks -----------------------------------------------------------------------------------------
 
@@ -266,7 +273,7 @@ class FollowingTracer(MemorySavingTracer):
             self.dropper.look()
             return out
         except BaseException as error:
-            if not self._is_own(error, runs_body):
+            if not self._is_tracers(error, runs_body):
                 raise
             why = _text(error)
         finally:
@@ -276,19 +283,19 @@ class FollowingTracer(MemorySavingTracer):
             raise call.raised
         return call.out if call.has_run else func(*args, **kwargs) if kwargs else func(*args)
 
-    def _is_own(self, error: BaseException, runs_body: bool) -> bool:
+    def _is_tracers(self, error: BaseException, runs_body: bool) -> bool:
         """True for an error of the tracer's, and not of the call."""
         if isinstance(error, _REFUSALS):
             return True
         is_of_call = error is self.below.call.raised or runs_body
         return isinstance(error, Exception) and not is_of_call
 
-    def _not_followed(self, *given: Any) -> Any:
+    def _special_dual(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """A call beneath which the operations are others than those that are seen here."""
         raise RetraceAtDispatch
 
-    _special_dual = _special_higher_order = _special_resize = _not_followed
-    _special_differentiate = _special_backward = _not_followed
+    _not_followed: Any = _special_dual
+    _special_higher_order = _special_resize = _special_differentiate = _special_backward = _not_followed
 
     def identity_alias(self, rule: Rule, out: torch.Tensor) -> torch.Tensor | None:
         """The argument itself, which then has the value of the result."""

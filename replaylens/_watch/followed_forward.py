@@ -160,22 +160,26 @@ class FollowedForward:
 
     def meant(self, path: Path) -> dict[int, tuple[str, ...]]:
         """The labels that are meant on a path, by the values that have them."""
-        if path not in self._meant:
-            found: dict[int, tuple[str, ...]] = {}
-            seen: set[int] = set()  # places: each is told once, by the first name that means it
-            for name in self._names:
-                places = path.places_of(name)
-                if places:
-                    self._found.add(name)
-                else:
-                    self._report(f"no operation is called {name!r}.{_nearest(name, path)}")
-                for place in places:
-                    label = name if len(places) == 1 and name in place.names else place.names[0]
-                    for way, value in place.values if id(place) not in seen else ():
-                        found[value] = (*found.get(value, ()), label + way)
-                    seen.add(id(place))
-            self._meant[path] = found
-        return self._meant[path]
+        known = self._meant.get(path)
+        if known is None:
+            known = self._meant[path] = self._meaning(path)
+        return known
+
+    def _meaning(self, path: Path) -> dict[int, tuple[str, ...]]:
+        found: dict[int, tuple[str, ...]] = {}
+        seen: set[int] = set()  # places: each is told once, by the first name that means it
+        for name in self._names:
+            places = path.places_of(name)
+            if places:
+                self._found.add(name)
+            elif name not in self._found:
+                self._report(f"no operation is called {name!r}.{_nearest(name, path)}")
+            for place in [place for place in places if id(place) not in seen]:
+                label = name if len(places) == 1 and name in place.names else place.names[0]
+                for way, value in place.values:
+                    found[value] = (*found.get(value, ()), label + way)
+                seen.add(id(place))
+        return found
 
     def tell(self, label: str, tensor: torch.Tensor) -> Any:
         """What `seen` returns. It can do no harm."""
@@ -220,13 +224,14 @@ class ArmedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.model()._call_impl(*args, **kwargs)  # type: ignore[union-attr]
-        called = sys._getframe(1).f_locals.get("self")
-        if called is not self.model() or called is None:  # a shallow copy, as DataParallel's replicas are
+        model = self.model()
+        called: Any = sys._getframe(1).f_locals.get("self", model)
+        if model is None or called is not model:  # a shallow copy, as DataParallel's replicas are
             return called._call_impl(*args, **kwargs)
         followers = self.take()
         if not followers:
-            return called._call_impl(*args, **kwargs)
-        return follow(called, args, kwargs, label_nodes, Sample(called, followers))
+            return model._call_impl(*args, **kwargs)
+        return follow(model, args, kwargs, label_nodes, Sample(model, followers))
 
     def take(self) -> list[FollowedForward]:
         """Those for whom this very call is to be followed; they are no longer armed."""
