@@ -58,6 +58,9 @@ _ANEW = 50  # forwards after which a model's modules are listed anew
 _DEVICES = ("cuda", "xpu", "mps")
 
 
+_Seen = tuple[int, int, bool] | None  # of a parameter: its id, its write counter, whether it is trained
+
+
 @define(eq=False)
 class _Places:
     """Where a module has its tensors. It keeps nothing of it alive."""
@@ -76,7 +79,7 @@ class _Places:
     copies: dict[str, tuple[Any, torch.Tensor]] = field(factory=dict)  # of large buffers, and what these looked like
 
     @staticmethod
-    def of(module: nn.Module, writes_inputs: bool = False) -> _Places:
+    def of(module: nn.Module, before: _Places | None = None) -> _Places:
         """The places of a module, beneath its wrappers, and of those below it."""
         inner, is_compiled = unwrapped_model(module)
         rows = [(address, ref(inside), key, is_parameter) for address, inside, key, is_parameter in places_of(inner)]
@@ -90,17 +93,13 @@ class _Places:
             [kind for kind in _DEVICES if _is_in_use(kind)],
             settings(torch.float32),
             len(list(inner.parameters())) < len([row for row in rows if row[3]]),
-            writes_inputs,
+            before is not None and before.writes_inputs,
+            before.forwards if before is not None and before.forwards == 1 else 0,
         )
 
-    def held_parameters(self) -> list[tuple[torch.Tensor | None, int, bool]]:
-        """The parameters that stand there now, with their write counters, and whether they are trained."""
-        found: list[tuple[torch.Tensor | None, int, bool]] = []
-        for _, at, key in self.parameters:
-            module = at()
-            held = None if module is None else module._parameters.get(key)
-            found.append((None, -1, False) if held is None else (held, version_of(held), held.requires_grad))
-        return found
+    def held_parameters(self) -> list[torch.Tensor | None]:
+        """The parameters that stand there now."""
+        return [None if (module := at()) is None else module._parameters.get(key) for _, at, key in self.parameters]
 
     def copied_buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers."""
@@ -200,7 +199,7 @@ class _Beginning:
     thread: int
     tree: Any
     inputs: list[_Input]
-    parameters: list[tuple[torch.Tensor | None, int, bool]]  # with write counters, and whether they are trained
+    parameters: list[_Seen]
     fused_steps: int
     training: list[bool]
     buffers: dict[str, torch.Tensor]
@@ -354,10 +353,11 @@ class Keeper:
 
     def _places_of(self, module: nn.Module) -> _Places:
         known = self._places.get(id(module))
-        is_same = known is not None and known[0]() is module
-        if known is None or not is_same or known[1].forwards >= _ANEW:
-            known = ref(module), _Places.of(module, is_same and known is not None and known[1].writes_inputs)
-            self._places[id(module)] = known
+        if known is None or known[0]() is not module:
+            known = ref(module), _Places.of(module)
+        elif known[1].forwards == 1 or known[1].forwards >= _ANEW:  # a first forward may have added what it needs
+            known = known[0], _Places.of(module, known[1])
+        self._places[id(module)] = known
         known[1].forwards += 1
         return known[1]
 
@@ -413,7 +413,10 @@ class Keeper:
             get_ident(),
             tree,
             inputs,
-            places.held_parameters(),
+            [
+                None if one is None else (id(one), version_of(one), one.requires_grad)
+                for one in places.held_parameters()
+            ],
             FUSED_STEPS.count,
             [(inner := at()) is not None and inner.training for _, at in places.modules],
             places.copied_buffers() if places.buffers else {},
@@ -428,8 +431,9 @@ class Keeper:
     def _end(self, module: nn.Module, output: Any) -> None:
         thread = get_ident()
         known = self._places.get(id(module))
+        inner = None if known is None else known[1].module()
         for one in reversed(self._beginnings):
-            if not one.is_over and known is not None and one.places is known[1] and one.thread == thread:
+            if not one.is_over and one.places.module() is inner and one.thread == thread:
                 break
         else:
             return
@@ -501,13 +505,11 @@ class Keeper:
             return None
 
     def _parameters(self) -> list[torch.Tensor]:
-        """The parameters of the model: those of the forward, if it was the model that was called."""
-        latest = self._beginnings[-1]
-        places, rows = latest.places, latest.parameters
-        if latest.address and (model := self._model()) is not None:
+        """The parameters of the model, each once."""
+        model, places = self._model(), self._beginnings[-1].places
+        if model is not None and places.module() is not model:
             places = self._places_of(model)
-            rows = places.held_parameters()
-        held = [one for one, _, _ in rows if one is not None]
+        held = [one for one in places.held_parameters() if one is not None]
         return list({id(one): one for one in held}.values()) if places.are_tied else held
 
     def _names(self) -> dict[int, str]:
@@ -674,6 +676,7 @@ def _data_of(one: _Beginning, module: nn.Module) -> StepData:
     training = dict(zip([address for address, _ in one.places.modules], one.training, strict=True))
     if kinds.keys() != training.keys():
         one.why.append("modules were added or taken away since the step began")
+        one.places.forwards = _ANEW
     for leaf in leaves(one.tree):
         if type(leaf) not in ATOMS and type(leaf) is not Ref and not _is_plain_leaf(leaf):
             one.why.append(f"a {type(leaf).__qualname__} among the inputs is known by its name alone")
@@ -729,16 +732,18 @@ def _state_of(one: _Beginning, module: nn.Module) -> tuple[list[torch.Tensor], d
         if held is None:
             continue
         at = then.get(address) if is_parameter else None
-        if is_parameter and (at is None or one.parameters[at][0] is not held):
+        seen = None if at is None else one.parameters[at]
+        if is_parameter and (seen is None or seen[0] != id(held)):
             one.why.append(f"{address} was exchanged since the step began")
-        elif at is not None:
-            _, version, is_trained = one.parameters[at]
+        elif seen is not None:
+            _, version, is_trained = seen
             if version != version_of(held) or FUSED_STEPS.last_of(held) > one.fused_steps:
                 one.why.append(f"{address} was written since the step began")
             if not is_trained:
                 frozen_ones.add(address)
         elif address not in one.buffers:
             one.why.append(f"{address} came later than the step began, and is as it is after the forward")
+            one.places.forwards = _ANEW
         number = numbers.get(id(held))
         if number is None:
             number = numbers[id(held)] = len(tensors)
