@@ -15,6 +15,7 @@ try:
     from ._study import attribution as attribution, paths as paths, sweep as sweep
     from ._sweep import batch_runner as batch_runner
     from ._view import overlays as overlays, theme as theme
+    from ._watch import watch as watch
 
     if _collects and not is_frozen():  # nobody else has frozen objects, which would be unfrozen here
         gc.freeze()

@@ -36,7 +36,7 @@ def tree_of_contributing():
     )
     folders, folder = {}, "."
     for line in block.splitlines():
-        if found := re.match(r"  (_\S*)/ ", line):
+        if found := re.match(r"  (_\S*|compat)/ ", line):
             folder = found[1]
         folders.setdefault(folder, []).extend(re.findall(r"\b(\w+)\.py", line))
     return {folder: sorted(names) for folder, names in folders.items()}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
-from time import monotonic, sleep, strftime
+from time import monotonic, sleep, strftime, time
 from typing import Any
 from weakref import finalize, ref
 
@@ -21,9 +21,9 @@ from attrs import evolve
 from torch import nn
 
 from ..errors import NoSuchLayer, UnsupportedModel
-from .child.live_link import link_html
+from .child.live_link import link_html, link_text
 from .child.wire import Sample
-from .child_process import start_children
+from .child_process import Child, start_children
 from .followed_forward import FollowedForward, why_not
 from .keeper import Keeper
 from .ring import Ring
@@ -320,12 +320,23 @@ def _start(session: Session, tree: nn.Module, specs: list[dict[str, Any]]) -> No
     wishes = session.wishes
     if wishes.samples:
         session.ring = Ring(wishes.slots or _slots_for(session.targets, wishes), wishes.raw)
-        run = {"name": wishes.name, "model": type(tree).__name__, "modules": [*dict(tree.named_modules())]}
+        run = {"name": wishes.name, "model": type(tree).__name__, "started": time()}
         session.children += start_children(session.ring, specs, process=wishes.process, run=run)
+        for child in session.children:
+            if "live" in child.kinds:
+                Thread(target=_announce, args=(child,), name="replaylens-link", daemon=True).start()
         _follow(session, tree)
     if wishes.keeps_steps:
         _keep_steps(session, tree)
     session.start()
+
+
+def _announce(child: Child) -> None:
+    """Print where the page is, once it is there."""
+    port = next(spec["options"].get("port") for spec in child.specs if spec["kind"] == "live")
+    if child.wait_until_ready() and (url := child.status.url):
+        with suppress(Exception):
+            print(link_text(url, asked=port), file=sys.stderr)
 
 
 def _slots_for(targets: Targets, wishes: Wishes) -> int:
