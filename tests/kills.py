@@ -10,6 +10,7 @@ training that lives on after one gets another.
 from __future__ import annotations
 
 import csv
+import faulthandler
 import json
 import os
 import random
@@ -63,7 +64,7 @@ def train(folder: Path, workers: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = DataLoader(TensorDataset(torch.randn(320, 32), torch.randint(0, 4, (320,))), 16, num_workers=workers)
     steps = 0
-    with rl.watch(model, every=2, sink=sinks(folder)):
+    with rl.watch(model, every=2, sink=sinks(folder)) as watch:
         while not (folder / "enough").exists():
             for x, y in data:
                 optimizer.zero_grad()
@@ -72,6 +73,7 @@ def train(folder: Path, workers: int) -> None:
                 steps += 1
                 time.sleep(0.001)
             (folder / "steps").write_text(str(steps))
+            (folder / "stats").write_text(str(watch.stats()))
 
 
 def start(folder: Path, workers: int) -> int:
@@ -84,6 +86,7 @@ def start(folder: Path, workers: int) -> int:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
     code = 1
     try:
         train(folder, workers)
@@ -155,6 +158,16 @@ class Ending:
         return self.status is not None
 
 
+def last_words(folder: Path, has_ended: Ending) -> str:
+    """Where a training is, and what it and its watch say."""
+    if not has_ended():
+        os.kill(has_ended.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    texts = [path.read_text()[-3000:] for name in ("stats", "log") if (path := folder / name).exists()]
+    return "\n".join([str(files), *texts])
+
+
 # -- one kill ----------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +178,7 @@ def killed(kind: str, workers: int) -> Outcome:
     has_ended = Ending(pid)
     try:
         if not until(lambda: has_begun(folder) or has_ended(), SLOW) or has_ended():
-            return Outcome(kind, (f"it never began: {(folder / 'log').read_text()[-500:]}",))
+            return Outcome(kind, (f"it never began: {last_words(folder, has_ended)}",))
         time.sleep(random.uniform(0, 0.3))
         family = watchers(pid)
         if not family:
@@ -202,11 +215,11 @@ def kill_child(kind: str, folder: Path, has_ended: Ending, family: dict[int, str
         os.kill(pid, signal.SIGKILL)
     before = steps_of(folder)
     if not until(lambda: steps_of(folder) > before + 100 or has_ended(), SLOW) or has_ended():
-        return Outcome(kind, (f"the training did not go on: {(folder / 'log').read_text()[-500:]}",))
+        return Outcome(kind, (f"the training did not go on: {last_words(folder, has_ended)}",))
     family = {**family, **watchers(has_ended.pid)}
     (folder / "enough").touch()
     if not until(has_ended, SLOW) or has_ended.status:
-        return Outcome(kind, (f"the training ended with {has_ended.status}: {(folder / 'log').read_text()[-500:]}",))
+        return Outcome(kind, (f"the training ended with {has_ended.status}: {last_words(folder, has_ended)}",))
     return Outcome(kind, *gone(family))
 
 
