@@ -118,11 +118,6 @@ def an_object():
     return Batch(torch.randn(4, 3), 2.0, {"bias": torch.ones(2), "target": torch.tensor([0, 1, 1, 0])})
 
 
-def with_infinity(batch):
-    batch.x[0, 0] = torch.inf
-    return batch
-
-
 def loss_of_lstm(output):
     return output[0].mean() + output[1].nan_to_num().mean()
 
@@ -147,7 +142,7 @@ CASES = {
     "reentrant checkpoint": Case(lambda: torch.randn(4, 6), lambda batch: batch, None, loss_without_nan),
     "drawing": Case(lambda: torch.randn(4, 3), step_models.with_nan, rng="all"),
     "writing its input": Case(lambda: torch.randn(4, 3), step_models.with_nan),
-    "with its loss": Case(an_object, with_infinity, loss=lambda output: output.loss),
+    "with its loss": Case(an_object, lambda batch: batch, None, lambda output: output.loss),
     "parts": Case(lambda: torch.randn(4, 3), when=None, call=lambda m: lambda x: m.head(m.net(x)), parts=True),
     "double, frozen": Case(lambda: images(dtype=torch.double)),
 }  # fmt: skip
@@ -214,6 +209,82 @@ def test_the_reason_says_what_was_wrong_and_the_file_is_named_for_the_step(elsew
     assert steps["transformer"].reason.startswith("grad_norm is ") and "above 1000" in steps["transformer"].reason
     assert steps["parts"].address == "head" and steps["parts"].reason == "kept every 7 steps"
     assert steps["scaler"].scale == 1024.0
+
+
+def test_a_loss_that_the_model_returns_beside_its_logits_counts_once(tmp_path):
+    loop = Loop(step_models.WithItsLoss(), None, tmp_path, keep_every=1)
+    for _ in range(2):
+        loop.step(an_object(), loss=lambda output: 3 * output.loss + output.logits.pow(2).sum())
+    [kept] = loop.close()
+    model = step_models.WithItsLoss()
+    prog = kept.capture(model)
+    grads = kept.backward(prog)
+    assert grads.keys() == loop.grads[0].keys() and torch.allclose(grads["lin.weight"], loop.grads[0]["lin.weight"])
+    again = rl.load(kept.path)
+    with pytest.raises(rl.NoGradient, match=r"came back to 2 tensors of the output, some perhaps from inside"):
+        prog.backward(of=again.loss)
+
+
+@pytest.mark.zoo
+def test_a_model_of_transformers_is_kept_with_its_mask_its_labels_and_its_cache(tmp_path):
+    import torchvision_ops  # noqa: F401  before transformers looks for it
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "vocab_size": 50}
+
+    def make():
+        return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM"))
+
+    torch.manual_seed(0)
+    loop = Loop(make(), Above(loss=1e-3), tmp_path)
+    ids = torch.randint(0, 50, (2, 8))
+    live = loop.model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
+    live.loss.backward()
+    grads = gradients_of(loop.model)
+    loop.optimizer.step()
+    [kept] = loop.close()
+    prog = kept.capture(make())
+    assert same(prog.output.logits, live.logits.detach()) and same(prog.output.loss, live.loss.detach())
+    mine = kept.backward(prog)
+    assert mine.keys() == grads.keys() and all(same(mine[name], grads[name]) for name in grads)
+
+
+RANK = """
+import sys
+sys.path.insert(0, sys.argv[3])
+import torch
+import torch.distributed as distributed
+from torch import nn
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+import step_models
+from test_steps import Loop, NotFinite, images, total
+
+torch.manual_seed(0)
+model = step_models.Cnn()
+whole = nn.parallel.DistributedDataParallel(model)
+loop = Loop(model, NotFinite(), folder + "/runs")
+torch.manual_seed(rank)
+for number in range(5):
+    batch = images()
+    loop.optimizer.zero_grad()
+    total(whole(step_models.rare(batch, 1) if number == 3 and rank == 1 else batch)).backward()
+    loop.optimizer.step()
+[kept] = loop.close()
+assert kept.number == 3 and kept.rank == rank and kept.exact, kept
+first = kept.capture(whole).first(torch.isnan)
+assert (first is None) == (rank == 0) and (first is None or first.layer_type == "sqrt")
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.zoo
+def test_each_process_of_a_distributed_training_keeps_its_own_part_of_a_step(tmp_path):
+    words = [str(tmp_path), str(Path(__file__).parent)]
+    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", RANK, str(rank), *words]) for rank in (0, 1)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["step-3-rank0.pt", "step-3-rank1.pt"]
 
 
 # -- what the training notices ------------------------------------------------------------------------------------------

@@ -177,15 +177,16 @@ class _Output:
 
 
 class _Receiver:
-    """A hook on a tensor of the output. It knows a list alone, and keeps nothing else alive; copies have none."""
+    """A hook on a tensor of the output. It knows two lists alone, and keeps nothing else alive; copies have none."""
 
-    __slots__ = ("received",)
+    __slots__ = ("arrivals", "number", "received")
     __torch_unserializable__ = True
 
-    def __init__(self, received: list[tuple[torch.Tensor, int]]) -> None:
-        self.received = received
+    def __init__(self, received: list[tuple[torch.Tensor, int]], arrivals: list[int], number: int) -> None:
+        self.received, self.arrivals, self.number = received, arrivals, number
 
     def __call__(self, grad: torch.Tensor) -> None:
+        self.arrivals.append(self.number)
         self.received.append((grad.detach() if grad.requires_grad else grad, version_of(grad)))
 
 
@@ -210,6 +211,7 @@ class _Beginning:
     is_over: bool = False  # the forward has ended
     is_judged: bool = False
     outputs: list[_Output] = field(factory=list)
+    arrivals: list[int] = field(factory=list)  # the numbers of outputs, as gradients came to them
     loss_alone: torch.Tensor | None = None
     why: list[str] = field(factory=list)  # it is not exact
 
@@ -462,7 +464,7 @@ class Keeper:
         made = _Output.of(tensor, is_judged)
         one.outputs.append(made)
         if tensor.requires_grad:
-            handle = tensor.register_hook(_Receiver(made.received))
+            handle = tensor.register_hook(_Receiver(made.received, one.arrivals, len(one.outputs) - 1))
             if tensor.is_leaf:
                 self._handles.append(handle)
 
@@ -694,6 +696,7 @@ def _data_of(one: _Beginning, module: nn.Module) -> StepData:
         one.context,
         torch.get_num_threads(),
         tuple([_grad_of(one, each.received) for each in one.outputs]),
+        tuple(dict.fromkeys(one.arrivals)),
         tuple([_extremes_of(each) for each in one.outputs]),
     )
 

@@ -17,11 +17,13 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from attrs import define, evolve, field, frozen
 from torch import nn
 
+from .._ir.equality import same_content
 from .._ir.memory import span, storage_of, writable_copy
 from .._ir.node import Context, Ref, refs_in
 from .._ir.struct import Struct, StructKeys
@@ -81,6 +83,7 @@ class StepData:
     context: Context
     threads: int
     grads: tuple[torch.Tensor | None, ...]  # at each tensor of the output
+    arrivals: tuple[int, ...]  # the numbers of those that got one, in the order in which they did
     extremes: tuple[tuple[float, float] | None, ...]  # the least and the most of each
 
 
@@ -102,6 +105,8 @@ class Step:
     rank: int | None = None  # of the process, where there were several
     path: str | None = None  # of its file; None if there is none
     _data: StepData | None = None
+    _program: Any = None  # the last one that was made of it
+    _outside: dict[int, torch.Tensor] | None = None  # see _from_outside
 
     @property
     def exact(self) -> bool:
@@ -173,6 +178,7 @@ class Step:
                     add_note(error, f"replaylens: of {names} among the inputs only the items are known. See trust=.")
                 raise
         self._compare(prog)
+        self._program = ref(prog)
         return prog
 
     def loss(self, output: Any) -> torch.Tensor:
@@ -184,9 +190,7 @@ class Step:
         grads = self.data.grads
         if len(found) != len(grads):
             raise InputMismatch(f"the output has {len(found)} tensors, and that of the step had {len(grads)}.")
-        pairs = [(one, grad) for one, grad in zip(found, grads, strict=True) if grad is not None]
-        if not pairs:
-            raise NoGradient(f"no gradient had come back to the output when step {self.number} was kept.")
+        pairs = [(found[at], grad) for at, grad in self._from_outside().items()]
         gradient_at: Any = _GradientAt.apply
         made: torch.Tensor = gradient_at(len(pairs), *[one for one, _ in pairs], *[grad for _, grad in pairs])
         return made
@@ -198,7 +202,7 @@ class Step:
         They are as the backward pass leaves them: multiplied by the scale of a GradScaler, neither clipped nor averaged
         over processes, and of this one forward where several are summed up.
         """
-        frozen_ones = self.data.frozen
+        frozen_ones, self._program = self.data.frozen, ref(prog)
         aliases = {node.address: (node.address, *node.aliases) for node in prog.graph.state_nodes}
         wanted = [
             node.address
@@ -209,6 +213,23 @@ class Step:
         return {
             _joined(self.address, name): grads[first] for first in wanted if first in grads for name in aliases[first]
         }
+
+    def _from_outside(self) -> dict[int, torch.Tensor]:
+        """The gradients that came to the output from outside of the model, by the number of the tensor."""
+        if self._outside is None:
+            grads = {at: grad for at in self.data.arrivals if (grad := self.data.grads[at]) is not None}
+            if not grads:
+                raise NoGradient(f"no gradient had come back to the output when step {self.number} was kept.")
+            if len(grads) > 1:
+                prog = None if self._program is None else self._program()
+                if prog is None:
+                    raise NoGradient(
+                        f"gradients came back to {len(grads)} tensors of the output, some perhaps from inside of the "
+                        "model. The program tells which: prog = step.capture(model), and keep it."
+                    )
+                grads = _given_from_outside(prog.replay(grad=True).output, grads)
+            self._outside = grads
+        return self._outside
 
     def _twin(self, model: nn.Module, copy: bool) -> nn.Module:
         if not isinstance(model, nn.Module):
@@ -316,6 +337,36 @@ class _GradientAt(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         scale = float(upstream)
         return None, *[grad if scale == 1.0 else grad * scale for grad in ctx.grads], *[None] * len(ctx.grads)
+
+
+def _given_from_outside(output: Any, grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The gradients that came to the output from outside of the model, of those that its tensors got, in their order.
+
+    A model that returns its loss beside what this is made of gets a gradient there, too, from its own loss: that one
+    comes again by itself. It comes after those that it is made of.
+    """
+    tensors: list[torch.Tensor] = []
+    freeze_deep(output, tensors.append)
+    found: dict[int, torch.Tensor] = {}
+    rest = [at for at in grads if tensors[at].requires_grad]
+    while rest:
+        inside = _grads_between({tensors[at]: grad for at, grad in found.items()}, [tensors[at] for at in rest])
+        known = [one is not None and same_content(grads[at], one) for at, one in zip(rest, inside, strict=True)]
+        if False not in known:
+            break
+        first = known.index(False)
+        at, inner = rest[first], inside[first]
+        found[at] = grads[at] if inner is None else grads[at] - inner
+        rest = rest[first + 1 :]
+    return found
+
+
+def _grads_between(given: dict[torch.Tensor, torch.Tensor], wanted: list[torch.Tensor]) -> Sequence[Any]:
+    """The gradients at some tensors that these gradients at others lead to; None where none does."""
+    if not given:
+        return [None] * len(wanted)
+    ends: list[Any] = list(given)
+    return torch.autograd.grad(ends, wanted, list(given.values()), retain_graph=True, allow_unused=True)
 
 
 class _Computed(torch.autograd.Function):
@@ -605,7 +656,7 @@ def _structs_in(value: Any) -> list[Struct]:
 
 _PARTS = {
     "number", "reason", "model", "address", "why", "numbers", "scale", "rank", "inputs", "given", "tensors", "state",
-    "frozen", "modules", "generators", "python", "numpy", "context", "threads", "grads", "extremes",
+    "frozen", "modules", "generators", "python", "numpy", "context", "threads", "grads", "arrivals", "extremes",
 }  # fmt: skip
 
 
@@ -641,6 +692,7 @@ def _write_step(writer: TreeWriter, step: Step) -> Callable[[], Json]:
         "context": writer.context(data.context),
         "threads": data.threads,
         "grads": [None if one is None else add(one, f"grad_at_output/{at}") for at, one in enumerate(data.grads)],
+        "arrivals": list(data.arrivals),
         "extremes": [None if one is None else [writer.value(float(x)) for x in one] for one in data.extremes],
     }
     return lambda: made
@@ -666,6 +718,7 @@ def _read_step(reader: TreeReader, json: Json) -> Step:
     tree = reader.structure(given["inputs"])
     if not all(_is_input(ref, len(inputs)) for ref in refs_in(tree)) or not _is_call(tree):
         bad("the inputs are not those of a call")
+    grads = tuple([optional(reader.pool.tensor, row) for row in items(given["grads"])])
     data = StepData(
         tree,
         inputs,
@@ -681,7 +734,8 @@ def _read_step(reader: TreeReader, json: Json) -> Step:
         optional(_state_of_numpy, given["numpy"]),
         reader.context(given["context"]),
         min(max(natural(given["threads"]), 1), 1024),
-        tuple([optional(reader.pool.tensor, row) for row in items(given["grads"])]),
+        grads,
+        _arrivals(given["arrivals"], grads),
         tuple([optional(_extremes, row) for row in items(given["extremes"])]),
     )
     numbers = {line(name): float(number(value)) for name, value in mapping(given["numbers"]).items()}
@@ -707,6 +761,13 @@ def _read_given(reader: TreeReader, row: Json, state: Mapping[str, int]) -> Give
     if flag(requires_grad) and not (tensor.is_floating_point() or tensor.is_complex()):
         bad("an input of whole numbers is said to need a gradient")
     return GivenTensor(tensor, requires_grad, flag(has_history), address)
+
+
+def _arrivals(row: Json, grads: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    found = tuple(map(natural, items(row)))
+    if sorted(found) != [at for at, grad in enumerate(grads) if grad is not None]:
+        bad("the order of the gradients is that of others")
+    return found
 
 
 def _generator_state(reader: TreeReader, name: str, row: Json) -> torch.Tensor:
