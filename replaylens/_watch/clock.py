@@ -2,11 +2,13 @@
 
 In: a model. Out: calls before and after each step of its optimizers. Nothing is asked of the user's loop: torch calls
 hooks of all optimizers, and those that hold none of the model's parameters are passed over. Where several optimizers
-train one model, a new step begins when one of them steps for the second time.
+train one model, a step ends when all have stepped that did so in the step before; or, at the latest, when one of them
+is about to step for the second time.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -22,6 +24,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .._ir.torch_private import without_function_modes
+
+Closure = Callable[..., Any]
+
 _FRAMES = 12  # from the optimizer's hook to the scaler that called the optimizer: five in torch 2.13
 
 
@@ -30,23 +36,33 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
+    """The closure that an optimizer's step was given, which runs the model within it."""
+    found = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return found if callable(found) else None
+
+
 @define(eq=False)
 class OptimizerClock:
     """Counts the steps of a model's optimizers, whoever calls them, and whenever they are made."""
 
     model: ReferenceType[nn.Module]
-    before: Callable[[Optimizer], None]
-    after: Callable[[Optimizer], None]
+    before: Callable[[Optimizer, Closure | None], Closure | None]  # it may give another closure, to be run in its place
+    after: Callable[[Optimizer, bool], None]  # True: it ran a closure
     step: int = 0  # those that have ended
     is_in_step: bool = False
     _own: WeakSet[Optimizer] = field(factory=WeakSet)
-    _stepped: WeakSet[Optimizer] = field(factory=WeakSet)  # those that have stepped in this round
+    _stepped: WeakSet[Optimizer] = field(factory=WeakSet)  # in this step
+    _usual: WeakSet[Optimizer] = field(factory=WeakSet)  # those that stepped in the step before
     _foreign: WeakKeyDictionary[Optimizer, int] = field(factory=WeakKeyDictionary)  # with their groups, when asked
     _handles: list[Any] = field(factory=list)
 
     @staticmethod
     def of(
-        model: nn.Module, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None], step: int = 0
+        model: nn.Module,
+        before: Callable[[Optimizer, Closure | None], Closure | None],
+        after: Callable[[Optimizer, bool], None],
+        step: int = 0,
     ) -> OptimizerClock:
         """A running clock, which begins with this step."""
         clock = OptimizerClock(ref(model), before, after, step)
@@ -63,20 +79,42 @@ class OptimizerClock:
     def __deepcopy__(self, memo: Any) -> OptimizerClock:
         return self  # torch copies no hooks of all optimizers; who copies these means the same clock
 
-    def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_ours(optimizer):
-            self.is_in_step = True
-            self.before(optimizer)
+    def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is compiled must not have this hook in it
+            return None
+        if not self._is_ours(optimizer) or _is_within_a_step(optimizer, sys._getframe(1)):
+            return None
+        if optimizer in self._stepped:
+            self._end()
+        self.is_in_step = True
+        closure = self.before(optimizer, closure_of(args, kwargs))
+        if closure is None:
+            return None
+        return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_ours(optimizer):
+        if torch.compiler.is_compiling() or not self._is_ours(optimizer):
+            return
+        if _is_within_a_step(optimizer, sys._getframe(1)):
             return
         self.is_in_step = False
-        if not self._stepped or optimizer in self._stepped:
-            self.step += 1
-            self._stepped.clear()
         self._stepped.add(optimizer)
-        self.after(optimizer)
+        if self._usual <= self._stepped if self._usual else self._have_all_stepped():
+            self._end()
+        self.after(optimizer, closure_of(args, kwargs) is not None)
+
+    def _end(self) -> None:
+        self.step += 1
+        self._usual, self._stepped = self._stepped, WeakSet()
+
+    def _have_all_stepped(self) -> bool:
+        """False if a parameter with a gradient is another optimizer's, or the gradients are still being computed."""
+        model = self.model()
+        if model is None or torch._C._current_graph_task_id() != -1:
+            return model is None
+        own = {id(parameter) for optimizer in self._stepped for parameter in parameters_of(optimizer)}
+        with without_function_modes():
+            return all(id(one) in own or one.grad is None for one in model.parameters())
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         """True if the optimizer trains a parameter of the model: asked once, and when it gets new groups."""
@@ -92,6 +130,16 @@ class OptimizerClock:
             return True
         self._foreign[optimizer] = groups
         return False
+
+
+def _is_within_a_step(optimizer: Optimizer, hooked: FrameType) -> bool:
+    """True for a step that is a part of another one: of an optimizer whose `step` calls that of its base class."""
+    frame = hooked.f_back
+    while frame is not None:
+        if frame.f_code is hooked.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def scaler_above(frame: FrameType | None) -> GradScaler | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+from contextlib import nullcontext, suppress
+from functools import partial, wraps
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,12 +23,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._ir.interrupts import after_fork
+from .._ir.torch_private import count_dispatch_modes, without_any_modes, without_function_modes
 from .child_process import Child
-from .clock import OptimizerClock, scaler_above
+from .clock import Closure, OptimizerClock, scaler_above
 from .followed_forward import FollowedForward
 from .keeper import Keeper
 from .ring import Ring
-from .taps import Sampler, Tap
+from .taps import CompiledCall, Sampler, Tap, is_checkpointed, is_no_forward
 from .targets import FORWARD_KINDS, ModuleTarget, Schedule, Targets, is_compiled_itself
 
 UNSEEN_STEPS = 2  # sampled steps without a forward of a watched module, until it is said
@@ -86,7 +88,9 @@ class Session:
     sampler: Sampler = field(init=False)
     judged: Sampler | None = None  # of the activations that `when=` asks for
     _step: int = 0  # where no optimizer counts
-    _roots_called: int = 0
+    _calls_kept: int = 0  # of which the keeper was told
+    _steps_without_calls: int = 0
+    _unfollowed: int = 0  # sampled steps in which the model itself was not called
     _ran: set[str] = field(factory=set)  # in this step, where forwards are the clock
     _just_armed: bool = False
     _handles: list[Any] = field(factory=list)
@@ -155,6 +159,7 @@ class Session:
 
     def stop(self) -> None:
         """Take everything off."""
+        self.unseen |= self.why_it_stands()
         self.is_over = True
         self.disarm()
         if self.follower is not None:
@@ -202,12 +207,21 @@ class Session:
         was_armed, forwards = self.sampler.is_armed, self.sampler.forwards
         self.disarm()
         if self.follower is not None and self.wishes.clock != "forward":
-            self.follower.disarm()
+            self._disarm_follower(self.follower, was_armed)
         self.sampled += was_armed
         if was_armed and not forwards and self.sampled == UNSEEN_STEPS and self._expects_forwards():
             self.unseen["modules"] = (
                 f"in {self.sampled} sampled steps no forward of a watched module was seen: the model was compiled "
-                "after the watch began, or what runs is another copy of it."
+                "after the watch began, what runs is another copy of it, or it runs inside a transform of torch.func."
+            )
+
+    def _disarm_follower(self, follower: FollowedForward, was_sampled: bool) -> None:
+        self._unfollowed += was_sampled and follower.is_armed
+        follower.disarm()
+        if self._unfollowed == UNSEEN_STEPS:
+            self.not_followed(
+                f"in {UNSEEN_STEPS} sampled steps the model itself was not called. Where a training calls only parts of "
+                "it, watch those; what is compiled cannot be followed."
             )
 
     def _expects_forwards(self) -> bool:
@@ -223,23 +237,41 @@ class Session:
         self._step += 1
         self.begin(self._step)
 
-    def _before_optimizer(self, optimizer: Optimizer) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if self.is_over:
-            return
+            return None
         if self.scaler is None and (self.sampler.is_armed or self.keeper is not None):
             self.scaler = scaler_above(sys._getframe())
-        if self.keeper is not None:
-            self.safely("when", self.keeper.judge, self.step, optimizer, self.scaler)
+        if self.keeper is not None and closure is None:
+            self._judge(optimizer)
         if self.sampler.is_armed and self.ring is not None:
-            self.sampler.before_step(optimizer, self.ring.thin)
+            self.sampler.before_step(optimizer, self.ring.thin, closure is not None)
+        return None if self.keeper is None or closure is None else self._judged(closure, optimizer)
 
-    def _after_optimizer(self, optimizer: Optimizer) -> None:
+    def _judge(self, optimizer: Optimizer) -> None:
+        if self.keeper is not None and not self.is_over:
+            self.safely("when", self.keeper.judge, self.step, optimizer, self.scaler)
+
+    def _judged(self, closure: Closure, optimizer: Optimizer) -> Closure:
+        """The closure, after whose first run the step is judged: later ones may have other weights."""
+        runs = count()
+
+        @wraps(closure)
+        def judged(*args: Any, **kwargs: Any) -> Any:
+            given = closure(*args, **kwargs)
+            if next(runs) == 0:
+                self._judge(optimizer)
+            return given
+
+        return judged
+
+    def _after_optimizer(self, optimizer: Optimizer, is_closure: bool) -> None:
         if self.is_over:
             return
         if self.sampler.is_armed:
-            self.sampler.after_step(optimizer, self._put_update)
-        if self.keeper is not None and not self._roots_called and not self._inner_handles:
-            self._watch_children()
+            self.sampler.after_step(optimizer, self._put_update, is_closure)
+        if self.keeper is not None and not self._calls_kept:
+            self._look_elsewhere()
         if self.step != self.sampler.number:
             self.begin(self.step)
 
@@ -247,26 +279,34 @@ class Session:
 
     def _hooks_on(self, module: nn.Module, address: str) -> list[Any]:
         before, after = partial(self._root_entered, address), partial(self._root_left, address)
+        if is_compiled_itself(module):
+            return [CompiledCall.around(module, before, after)]
         return [
             module.register_forward_pre_hook(Tap(before), with_kwargs=True),
             module.register_forward_hook(Tap(after)),
         ]
 
-    def _watch_children(self) -> None:
+    def _look_elsewhere(self) -> None:
         """The model is never called itself, as in Lightning's training steps: its children are."""
-        model = self.model()
+        self._steps_without_calls += 1
+        if self._steps_without_calls > UNSEEN_STEPS:
+            self.unseen["when"] = (
+                "no call of the model was seen, so that no step can be judged or kept: it was compiled after the watch "
+                "began, what runs is another copy of it, or its `forward` is called by itself."
+            )
+        model = self.model() if self._steps_without_calls == 1 else None
         for name, child in model.named_children() if model is not None else ():
             if not is_compiled_itself(child):
                 self._inner_handles += self._hooks_on(child, name)
 
     def _root_entered(self, address: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.is_over or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        if self.is_over or torch.compiler.is_compiling() or is_no_forward():
             return
-        self._roots_called += not address
         if self.wishes.clock == "forward":
             self._tick(address)
             self._sample_input(address, module, args, kwargs)
         if self.keeper is not None and self._is_trained():
+            self._calls_kept += 1
             self.safely("when", self.keeper.begin, module, address, args, kwargs, self.step)
 
     def _tick(self, address: str) -> None:
@@ -287,7 +327,7 @@ class Session:
                 self.sampler.entered(target, module, args, kwargs)
 
     def _root_left(self, address: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self.is_over or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        if self.is_over or torch.compiler.is_compiling() or is_no_forward():
             return
         if self.keeper is not None and self._is_trained():
             self.safely("when", self.keeper.output, module, output)
@@ -295,7 +335,7 @@ class Session:
             self._arm_follower(self._step + 1)
 
     def _is_trained(self) -> bool:
-        return self.wishes.clock != "optimizer" or torch.is_grad_enabled()
+        return self.wishes.clock != "optimizer" or torch.is_grad_enabled() or is_checkpointed(sys._getframe())
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
@@ -339,6 +379,15 @@ class Session:
 
         return proven
 
+    def why_it_stands(self) -> dict[str, str]:
+        """Why the first step has not ended, if that is odd: its backward pass has begun."""
+        is_odd = self.clock is not None and self.clock.step == self.wishes.start and self.sampler.is_done
+        text = (
+            "no optimizer of torch's has ended a step of this model so far, and only the first step was sampled. Where "
+            'weights are changed in another way, or the optimizer\'s step is compiled: clock="manual" and step().'
+        )
+        return {"later steps": text} if is_odd else {}
+
     def not_followed(self, why: str) -> None:
         """A forward could not be followed; it went on unseen."""
         self.unseen["operations"] = why
@@ -348,12 +397,15 @@ class Session:
         return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
 
     def safely(self, name: str, work: Callable[..., Any], *given: Any) -> Any:
-        """What some work gives. An error of it is noted, and what has this name is not done again."""
+        """What some work gives, unseen by modes and tensor classes of the user's. An error of it is noted, and what has
+        this name is not done again.
+        """
         if name in self.faults:
             return None
         began = perf_counter()
         try:
-            return work(*given)
+            with without_function_modes(), without_any_modes() if count_dispatch_modes() else nullcontext():
+                return work(*given)
         except Exception as error:
             self.faults[name] = f"{type(error).__name__}: {error}"
             with suppress(Exception):

@@ -14,19 +14,20 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from attrs import define, field
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._ir.torch_private import count_function_modes, peek_interpreter_stack, without_function_modes
+from .._ir.torch_private import peek_interpreter_stack
 from .clock import parameters_of
 from .targets import FORWARD_KINDS, ModuleTarget, Targets
 
@@ -44,10 +45,50 @@ class Tap:
         self.call = call
 
     def __call__(self, *given: Any) -> None:
-        self.call(*given)
+        if not torch.compiler.is_compiling():  # a graph that is compiled has nothing of it
+            self.call(*given)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")  # takes anything, gives None
+
+
+@define(eq=False)
+class CompiledCall:
+    """Hooks of a module that `module.compile()` has compiled: around what it made, for the module's own hooks are part
+    of that. Copies and pickles of a module leave it out, as they do with what was compiled.
+    """
+
+    module: ref[nn.Module]
+    before: Callable[..., None]  # (module, args, kwargs)
+    call: Callable[..., Any]  # the compiled one
+    after: Callable[..., None]  # (module, args, output)
+
+    @staticmethod
+    def around(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> CompiledCall:
+        """Put the hooks on."""
+        compiled = module._compiled_call_impl
+        assert compiled is not None
+        made = CompiledCall(ref(module), before, compiled, after)
+        module._compiled_call_impl = made
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        self.before(module, args, kwargs)
+        output = self.call(*args, **kwargs)
+        self.after(module, args, output)
+        return output
+
+    def remove(self) -> None:
+        """Take them off, from below others too."""
+        module = self.module()
+        above = None if module is None else module._compiled_call_impl
+        if above is self and module is not None:
+            module._compiled_call_impl = self.call
+        while isinstance(above, CompiledCall) and above.call is not self:
+            above = above.call
+        if isinstance(above, CompiledCall):
+            above.call = self.call
 
 
 @define(eq=False)
@@ -105,6 +146,11 @@ class Sampler:
     def is_armed(self) -> bool:
         """True while a step is sampled."""
         return self.number >= 0
+
+    @property
+    def is_done(self) -> bool:
+        """True if the sampled micro-batch is over, but not the step."""
+        return self.is_armed and not self._is_open
 
     # -- forwards ------------------------------------------------------------------------------------------------------
 
@@ -179,8 +225,7 @@ class Sampler:
         self, tensor: torch.Tensor, name: str, is_kept: bool = False, is_meant: Sequence[bool] = (True,)
     ) -> None:
         """Also tells where the first micro-batch ends: at its backward pass."""
-        with _seen_by_no_mode():
-            handle = tensor.register_hook(Tap(partial(self._gradient, name, self.number, is_meant)))
+        handle = tensor.register_hook(Tap(partial(self._gradient, name, self.number, is_meant)))
         if tensor.is_leaf or is_kept:
             self._handles.append(handle)  # others go with the graph
 
@@ -197,14 +242,18 @@ class Sampler:
     def _put_gradient(self, gradient: torch.Tensor, name: str) -> None:
         scale = self.scale()
         if scale != 1.0:
-            with _seen_by_no_mode(), torch.no_grad():
+            with torch.no_grad():
                 gradient = gradient / scale
         self.put(gradient, name, "grad")
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: Optimizer, thin: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Hand on the weights that this optimizer is about to change, and their gradients."""
+    def before_step(
+        self, optimizer: Optimizer, thin: Callable[[torch.Tensor], torch.Tensor], is_closure: bool = False
+    ) -> None:
+        """Hand on the weights that this optimizer is about to change, and their gradients, unless a closure is yet to
+        compute them.
+        """
         is_scaled = getattr(optimizer, "grad_scale", None) is not None  # a fused one divides by itself
         own = {id(parameter) for parameter in parameters_of(optimizer)}
         for name, parameter in self._due_parameters():
@@ -212,8 +261,8 @@ class Sampler:
                 continue
             if "weight" in self.kinds:
                 self.safely(name, self.put, parameter, name, "weight", False)
-            if not isinstance(optimizer, LBFGS):
-                self._put_weight_gradient(parameter, name, is_scaled)
+            if "weight_grad" in self.kinds and not is_closure:
+                self.safely(name, self._put_weight_gradient, parameter, name, is_scaled)
             if "update" in self.kinds:
                 self.safely(name, self._note_before, name, parameter, thin)
         for single in self.targets.tensors:
@@ -222,19 +271,24 @@ class Sampler:
                 self.safely(single.name, self.put, tensor, single.name, "activation")
 
     def _put_weight_gradient(self, parameter: torch.Tensor, name: str, is_scaled: bool = False) -> None:
-        if "weight_grad" in self.kinds and parameter.grad is not None:
-            self.safely(name, self.put, parameter.grad, name, "weight_grad", True, is_scaled)
+        if parameter.grad is not None:
+            self.put(parameter.grad, name, "weight_grad", True, is_scaled)
 
     def _note_before(self, name: str, parameter: torch.Tensor, thin: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        with _seen_by_no_mode(), torch.no_grad():
+        with torch.no_grad():
             self._before[name] = thin(parameter.detach())
 
-    def after_step(self, optimizer: Optimizer, put_update: Callable[[torch.Tensor, torch.Tensor, str], None]) -> None:
-        """Hand on by how much each weight was changed. LBFGS runs the model within its step: its gradients are there
-        only now.
-        """
-        for name, parameter in self._due_parameters() if isinstance(optimizer, LBFGS) else ():
-            self._put_weight_gradient(parameter, name)
+    def after_step(
+        self,
+        optimizer: Optimizer,
+        put_update: Callable[[torch.Tensor, torch.Tensor, str], None],
+        is_closure: bool = False,
+    ) -> None:
+        """Hand on by how much each weight was changed, and by a closure's last gradients."""
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
+        for name, parameter in self._due_parameters() if is_closure and "weight_grad" in self.kinds else ():
+            if id(parameter) in own:
+                self.safely(name, self._put_weight_gradient, parameter, name)
         if not self._before:
             return
         for name, parameter in self._due_parameters():
@@ -258,6 +312,11 @@ class Sampler:
         for single in self.targets.parameters:
             if (found := single.find()) is not None:
                 yield single.address, found
+
+
+def is_no_forward() -> bool:
+    """True where a module's call is none of the training's: a graph is traced, or a checkpoint computes again."""
+    return _in_backward() != -1 or torch.jit.is_tracing()
 
 
 def is_checkpointed(frame: FrameType | None) -> bool:
@@ -295,7 +354,3 @@ def _items(tree: Any) -> Iterator[tuple[Any, Any]]:
     elif is_dataclass(tree) and not isinstance(tree, type):
         for one in fields(tree):
             yield one.name, getattr(tree, one.name, None)
-
-
-def _seen_by_no_mode() -> AbstractContextManager[Any]:
-    return without_function_modes() if count_function_modes() else nullcontext()

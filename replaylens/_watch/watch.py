@@ -165,7 +165,7 @@ class Watch:
             ring.refused if ring is not None else 0,
             session.seconds,
             tuple([child.stats() for child in session.children]),
-            dict(session.unseen),
+            {**session.unseen, **session.why_it_stands()},
             {
                 **session.faults,
                 **({"when": session.keeper.faults[-1]} if session.keeper and session.keeper.faults else {}),
