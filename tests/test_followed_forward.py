@@ -343,6 +343,33 @@ def test_what_is_not_seen_goes_on_unseen_and_is_said_once():
     assert not told.proven and len(told.lost) == 1 and "another thread" in told.lost[0]
 
 
+def test_a_call_that_is_refused_after_it_ran_is_not_made_again():
+    calls = []
+    library = torch.library.Library("followed", "FRAGMENT")
+    library.define("draws_and_writes(Tensor x) -> Tensor")
+
+    def draws_and_writes(x):
+        calls.append(x.add_(torch.rand(())))
+        return x.clone()
+
+    library.impl("draws_and_writes", draws_and_writes, "CPU")
+
+    class Model(nn.Module):
+        def forward(self, x):
+            h = torch.sin(x)
+            return torch.cos(torch.ops.followed.draws_and_writes(h) + h)
+
+    told = Told(model := Model(), "*")
+    with torch.no_grad():
+        seed_all()
+        plain = model(torch.ones(3))
+        state = torch.get_rng_state()
+        seed_all()
+        told.next()
+        assert digest(model(torch.ones(3))) == digest(plain) and digest(torch.get_rng_state()) == digest(state)
+    assert len(calls) == 2 and "without announcing" in told.lost[0] and not told.proven
+
+
 def test_the_kernels_of_attention_in_evaluation_are_those_of_the_plain_model():
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.Sequential(nn.Linear(16, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 4)).eval()

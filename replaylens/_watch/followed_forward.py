@@ -140,8 +140,8 @@ class FollowedForward:
     def disarm(self) -> None:
         """Follow no forward that has not begun. Nothing is left on the model."""
         entry = self._entry()
-        if entry is not None and self in entry.followers:
-            entry.followers.remove(self)
+        if entry is not None:  # also one that an interrupt left without followers
+            entry.followers = [one for one in entry.followers if one is not self]
             entry.leave_if_idle()
 
     def close(self) -> None:
