@@ -109,8 +109,9 @@ class StepNumbers:
     @property
     def broken_gradients(self) -> tuple[str, ...]:
         """The parameters in whose gradients a number is not finite."""
-        known: float | None = vars(self).get("grad_norm")
-        if (known is not None and math.isfinite(known)) or are_finite(self.gradients):
+        if "grad_norm" in vars(self) and math.isfinite(self.grad_norm or 0.0):
+            return ()
+        if are_finite(self.gradients):
             return ()
         return tuple([name for name, gradient in self.named_gradients if not is_finite(gradient)])
 
@@ -182,7 +183,11 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float | None:
     if not tensors:
         return None
     plain = [_numbers_in(one) if one.is_complex() or one.layout is not torch.strided else one for one in tensors]
-    found = float(get_total_norm(plain))
+    if plain[0].is_cpu:
+        norms = [float(torch.linalg.vector_norm(one)) for one in plain]
+        found = math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
+    else:  # few kernels, and one wait
+        found = float(get_total_norm(plain))
     if math.isinf(found) and all(map(is_finite, plain)):  # squares overflow long before numbers do
         return math.hypot(*[float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in plain])
     return found

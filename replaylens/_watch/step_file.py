@@ -9,82 +9,37 @@ The loss is no part of the model: the gradient at the output stands for it.
 from __future__ import annotations
 
 import os
-import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 from torch import nn
 
 from .._ir.equality import same_content
-from .._ir.memory import span, storage_of, writable_copy
-from .._ir.node import Context, Ref, refs_in
+from .._ir.node import Ref
 from .._ir.struct import Struct, StructKeys
 from .._ir.torch_private import pytree
 from .._ir.trees import Branch, freeze_deep, pytree_plan, thaw_shared
 from .._ir.util import add_note
-from .._replay.interpreter import modes
 from .._store.objects import Kind, load_object, register, save
 from .._store.pool import natural
-from .._store.read_trees import TreeReader, bad, exactly, flag, items, line, mapping, number, optional, text
+from .._store.read_trees import TreeReader, items, line, mapping, number, optional, text
 from .._store.results import parts
 from .._store.write_trees import CONTROLS, TreeWriter
 from ..errors import CaptureError, InputMismatch, NoGradient, NotSaved
 from ..program import Program, capture
+from .model_of_step import as_it_was, copies_of, differences, homes_of, joined, load_state
+from .step_data import PARTS, StepData, data_json, read_data
 from .targets import unwrapped_model
 
 Json = Any
-_ALIGNMENT = 64  # of memory: kernels give other last bits where it lies otherwise
 _SHOWN = 5  # differences in an error
-
-
-# -- what a file holds -------------------------------------------------------------------------------------------------
-
-
-@frozen(eq=False)
-class GivenTensor:
-    """A tensor among the inputs. `address`: where the model itself holds it, as in `model(model.embed.weight)`."""
-
-    tensor: torch.Tensor
-    requires_grad: bool = False
-    has_history: bool = False  # something before the model computed it, with gradients
-    address: str = ""
-
-
-@frozen
-class ModuleFacts:
-    """A module of the model: where, which class, and whether it was training."""
-
-    address: str
-    kind: str
-    is_training: bool
-
-
-@frozen(eq=False)
-class StepData:
-    """What a step began with, and the gradient at its output."""
-
-    inputs: Any  # (args, kwargs) as a frozen tree of Ref("input", (number,))
-    given: tuple[GivenTensor, ...]
-    tensors: tuple[torch.Tensor, ...]  # parameters and buffers, each once
-    state: Mapping[str, int]  # address -> the number among these
-    frozen: frozenset[str]  # addresses of parameters that need no gradient
-    modules: tuple[ModuleFacts, ...]
-    generators: Mapping[str, torch.Tensor]  # "cpu", "cuda:0"; "model:" and the path of one that the model holds
-    python: Any  # the state of `random`, if it was asked for
-    numpy: Any
-    context: Context
-    threads: int
-    grads: tuple[torch.Tensor | None, ...]  # at each tensor of the output
-    arrivals: tuple[int, ...]  # the numbers of those that got one, in the order in which they did
-    extremes: tuple[tuple[float, float] | None, ...]  # the least and the most of each
 
 
 @define(eq=False, repr=False)
@@ -116,12 +71,12 @@ class Step:
     @property
     def data(self) -> StepData:
         """What the file holds; read when it is first asked for."""
-        if self._data is None:
+        data = self._data  # of which the thread that has written it may let go at any time
+        if data is None:
             if self.path is None:
                 raise NotSaved(f"step {self.number} was not kept: {'; '.join(self.why) or 'it has no file'}.")
-            self._data = load_object(self.path)._data
-        assert self._data is not None
-        return self._data
+            data = self._data = load_object(self.path).data
+        return data
 
     def let_go(self) -> None:
         """Forget what the file has."""
@@ -140,7 +95,7 @@ class Step:
     def state(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers before the step, by address in the model."""
         data = self.data
-        return {_joined(self.address, name): data.tensors[number] for name, number in data.state.items()}
+        return {joined(self.address, name): data.tensors[number] for name, number in data.state.items()}
 
     @property
     def grad_at_output(self) -> Any:
@@ -165,11 +120,11 @@ class Step:
         """
         data = self.data
         twin = self._twin(model, copy)
-        _load_state(twin, data)
+        load_state(twin, data)
         args, kwargs = self._given(twin, trust)
         own = {name: kwargs.pop(name) for name in ("save", "fake", "unknown") if name in kwargs}
         called = partial(twin, **own) if own else twin
-        with _as_it_was(twin, data):
+        with as_it_was(twin, data):
             try:
                 prog = capture(called, *args, save=save, **kwargs)
             except Exception as error:
@@ -211,7 +166,7 @@ class Step:
         ]
         grads = prog.grads(of=self.loss, at=wanted)
         return {
-            _joined(self.address, name): grads[first] for first in wanted if first in grads for name in aliases[first]
+            joined(self.address, name): grads[first] for first in wanted if first in grads for name in aliases[first]
         }
 
     def _from_outside(self) -> dict[int, torch.Tensor]:
@@ -242,9 +197,9 @@ class Step:
                 f"step {self.number} is one of `{self.address}`, and this {type(called).__name__} has no such module. "
                 "Give the model that was watched."
             ) from None
-        if differences := _differences(self, called):
-            more = f"\n    and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-            shown = "".join([f"\n    {one}" for one in differences[:_SHOWN]])
+        if found := differences(self.data, called):
+            more = f"\n    and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            shown = "".join([f"\n    {one}" for one in found[:_SHOWN]])
             raise InputMismatch(
                 f"this {type(called).__name__} is not the model of step {self.number}:{shown}{more}\n"
                 "Build it as it was built for the training."
@@ -265,7 +220,7 @@ class Step:
     def _given(self, twin: nn.Module, trust: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs in memory of their own, for the model to do with them what it does."""
         data = self.data
-        held = dict(_places(twin))
+        held = dict(homes_of(twin))
         copies = copies_of([one.tensor for one in data.given])
         tensors = []
         for one, copied in zip(data.given, copies, strict=True):
@@ -301,7 +256,8 @@ class Step:
 
     def __str__(self) -> str:
         where = f" (`{self.address}`)" if self.address else ""
-        lines = [f"Step {self.number} of {self.name}{where}: {self.reason}.", f"    {self.path or 'No file.'}"]
+        lines = [f"Step {self.number} of {self.name}{where}: {self.reason}."]
+        lines += [f"    {self.path}"] if self.path is not None else []
         lines += [f"    {name}: {value:.6g}" for name, value in self.numbers.items()]
         if self.scale is not None:
             lines.append(f"    Gradients are multiplied by {self.scale:g}, the scale of the loss.")
@@ -381,222 +337,6 @@ class _Computed(torch.autograd.Function):
         return None, None
 
 
-# -- tensors in memory of their own ------------------------------------------------------------------------------------
-
-
-def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies that share memory among each other as these do, each as far from a multiple of 64 bytes as it lay. Of a
-    row of a large batch that row alone is copied.
-    """
-    memory: dict[int, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if _is_plain(tensor):
-            memory.setdefault(storage_of(tensor) or 0, []).append(tensor)
-    begins = {key: _extent(held) for key, held in memory.items()}
-    copied = {key: _bytes_of(memory[key][0])[begin:end].clone() for key, (begin, end) in begins.items()}
-    made = []
-    for tensor in tensors:
-        if not _is_plain(tensor):
-            made.append(writable_copy(tensor.detach()))
-            continue
-        key = storage_of(tensor) or 0
-        offset = tensor.storage_offset() - begins[key][0] // tensor.element_size()
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        made.append(empty.set_(copied[key].untyped_storage(), offset, tensor.shape, tensor.stride()))
-    return made
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """True for one that is a view of its storage, and nothing else."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or not tensor.numel():
-        return False
-    return not (tensor.is_conj() or tensor.is_neg()) and storage_of(tensor) is not None
-
-
-def _extent(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """The bytes of their storage that some tensors cover."""
-    begins = [int(tensor.storage_offset()) * tensor.element_size() for tensor in tensors]
-    ends = [int(tensor.storage_offset() + span(tensor)) * tensor.element_size() for tensor in tensors]
-    return min(begins) // _ALIGNMENT * _ALIGNMENT, max(ends)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _joined(address: str, name: str) -> str:
-    return f"{address}.{name}" if address else name
-
-
-# -- the model as it was -----------------------------------------------------------------------------------------------
-
-
-def places_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, bool]]:
-    """Each place of a parameter or buffer: its address, its module, its name there, whether it is a parameter. One that
-    stands in several places has several.
-    """
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for held, is_parameter in ((module._parameters, True), (module._buffers, False)):
-            for key in held:
-                yield _joined(prefix, key), module, key, is_parameter
-
-
-def _places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    return ((address, (module, key)) for address, module, key, _ in places_of(model))
-
-
-def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of a model by address."""
-    return list(model.named_modules(remove_duplicate=False))
-
-
-def _differences(step: Step, model: nn.Module) -> list[str]:
-    """What keeps a model from being the one of the step."""
-    data, found = step.data, []
-    known = {one.address: one.kind for one in data.modules}
-    mine = {address: type(module).__qualname__ for address, module in modules_of(model)}
-    for address in {**known, **mine}:
-        if known.get(address) != mine.get(address):
-            place = f"`{address}`" if address else "it"
-            now = mine.get(address)
-            found.append(f"{place} is {'missing' if now is None else f'a {now}'}; {_what_was(known.get(address))}")
-    held = {address: tensor for address, tensor in _tensors(model).items() if tensor is not None}
-    for address in {**data.state, **held}:
-        then = data.tensors[data.state[address]] if address in data.state else None
-        if (difference := _difference(then, held.get(address))) is not None:
-            found.append(f"`{address}` {difference}")
-    return found or _other_ties(data, held)
-
-
-def _what_was(kind: str | None) -> str:
-    return "the step had none there" if kind is None else f"the step had a {kind}"
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {address: getattr(module, key, None) for address, module, key, _ in places_of(model)}
-
-
-def _difference(then: torch.Tensor | None, now: torch.Tensor | None) -> str | None:
-    if now is None or then is None:
-        return f"is missing; the step had one of {_shown(then)}" if now is None else "was not there in the step"
-    if nn.parameter.is_lazy(now):
-        return "has no shape yet: run the model once, on any inputs"
-    if now.shape != then.shape or now.dtype is not then.dtype:
-        return f"is {_shown(now)}; in the step it was {_shown(then)}"
-    return None
-
-
-def _shown(tensor: torch.Tensor | None) -> str:
-    return "" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _other_ties(data: StepData, held: Mapping[str, torch.Tensor]) -> list[str]:
-    """Where one tensor stands in two places, here or in the step, and not in the other."""
-    firsts: dict[int, str] = {}
-    own: dict[int, str] = {}
-    found = []
-    for address, number_ in data.state.items():
-        then, now = firsts.setdefault(number_, address), own.setdefault(id(held[address]), address)
-        if then != now:
-            one, what = (then, "the same tensor in the step") if then != address else (now, "another one in the step")
-            found.append(f"`{address}` and `{one}` were {what}" if then != address else f"`{address}` was {what}")
-    return found
-
-
-def _load_state(twin: nn.Module, data: StepData) -> None:
-    """Put the model into the state of the step."""
-    done: set[int] = set()
-    with torch.no_grad():
-        for address, (module, key) in _places(twin):
-            tensor = getattr(module, key)
-            if tensor is None or data.state[address] in done:
-                continue
-            done.add(data.state[address])
-            value = data.tensors[data.state[address]]
-            if tensor.device == value.device and (tensor.stride() if _is_plain(tensor) else None) == (
-                value.stride() if _is_plain(value) else None
-            ):
-                tensor.data.copy_(value)
-            else:
-                tensor.data = copies_of([value])[0]
-            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-                tensor.requires_grad_(address not in data.frozen)
-    training = {one.address: one.is_training for one in data.modules}
-    for address, module in modules_of(twin):
-        module.training = training[address]
-
-
-@contextmanager
-def _as_it_was(twin: nn.Module, data: StepData) -> Iterator[None]:
-    """A block in which modes and generators are those of the step; afterwards they are as before."""
-    before = generator_states(twin, data.generators)
-    pythons, numpys = (random.getstate() if data.python else None), _numpy_state() if data.numpy else None
-    threads = torch.get_num_threads()
-    try:
-        if data.threads != threads:
-            torch.set_num_threads(data.threads)
-        _set_generators(twin, data.generators)
-        if data.python:
-            random.setstate(data.python)
-        if numpys is not None:
-            sys.modules["numpy"].random.set_state(data.numpy)
-        with ExitStack() as stack:
-            stack.enter_context(modes(data.context))
-            for device, dtype, is_cached in data.context.autocast:
-                if device not in ("cpu", "cuda"):
-                    stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=is_cached))
-            yield
-    finally:
-        _set_generators(twin, before)
-        if pythons is not None:
-            random.setstate(pythons)
-        if numpys is not None:
-            sys.modules["numpy"].random.set_state(numpys)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-
-
-def _numpy_state() -> Any:
-    numpy: Any = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
-
-
-OF_MODEL = "model:"  # before the path of a generator that the model holds
-
-
-def generators_of(model: nn.Module) -> dict[str, torch.Generator]:
-    """The generators that modules hold as attributes, by path."""
-    return {
-        OF_MODEL + _joined(address, key): held
-        for address, module in modules_of(model)
-        for key, held in vars(module).items()
-        if isinstance(held, torch.Generator)
-    }
-
-
-def generator_states(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The states of these generators now."""
-    own = generators_of(model)
-    return {name: _generator(name, own).get_state() for name in names if _generator(name, own) is not None}
-
-
-def _generator(name: str, own: Mapping[str, torch.Generator]) -> Any:
-    if name == "cpu" or name.startswith(OF_MODEL):
-        return own.get(name) if name != "cpu" else torch.default_generator
-    kind, _, index = name.partition(":")
-    device: Any = getattr(torch, kind, None)
-    if device is None or not device.is_available():
-        return None
-    return device.default_generators[int(index or 0)]
-
-
-def _set_generators(model: nn.Module, states: Mapping[str, torch.Tensor]) -> None:
-    own = generators_of(model)
-    for name, state in states.items():
-        if (generator := _generator(name, own)) is not None:
-            generator.set_state(state)
-
-
 def _are_alike(tensor: torch.Tensor, then: tuple[float, float] | None) -> bool:
     if then is None or tensor.is_complex() or not tensor.numel() or tensor.layout is not torch.strided:
         return True
@@ -654,11 +394,6 @@ def _structs_in(value: Any) -> list[Struct]:
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
-_PARTS = {
-    "number", "reason", "model", "address", "why", "numbers", "scale", "rank", "inputs", "given", "tensors", "state",
-    "frozen", "modules", "generators", "python", "numpy", "context", "threads", "grads", "arrivals", "extremes",
-}  # fmt: skip
-
 
 def shown_text(words: str) -> str:
     """A text as a file holds it: nothing in it steers a terminal."""
@@ -666,8 +401,6 @@ def shown_text(words: str) -> str:
 
 
 def _write_step(writer: TreeWriter, step: Step) -> Callable[[], Json]:
-    data, add = step.data, writer.pool.add
-    names = {number: name for name, number in reversed([*data.state.items()])}
     made = {
         "number": step.number,
         "reason": shown_text(step.reason),
@@ -677,150 +410,25 @@ def _write_step(writer: TreeWriter, step: Step) -> Callable[[], Json]:
         "numbers": {name: writer.value(float(value)) for name, value in step.numbers.items()},
         "scale": None if step.scale is None else writer.value(float(step.scale)),
         "rank": step.rank,
-        "inputs": writer.structure(data.inputs),
-        "given": [
-            [add(one.tensor, f"input/{at}"), one.requires_grad, one.has_history, one.address]
-            for at, one in enumerate(data.given)
-        ],
-        "tensors": [add(tensor, names.get(at, f"state/{at}")) for at, tensor in enumerate(data.tensors)],
-        "state": list(map(list, data.state.items())),
-        "frozen": sorted(data.frozen),
-        "modules": [[one.address, one.kind, one.is_training] for one in data.modules],
-        "generators": [[name, add(state, f"generator/{name}")] for name, state in data.generators.items()],
-        "python": _nested_lists(data.python),
-        "numpy": _nested_lists(data.numpy),
-        "context": writer.context(data.context),
-        "threads": data.threads,
-        "grads": [None if one is None else add(one, f"grad_at_output/{at}") for at, one in enumerate(data.grads)],
-        "arrivals": list(data.arrivals),
-        "extremes": [None if one is None else [writer.value(float(x)) for x in one] for one in data.extremes],
+        **data_json(writer, step.data),
     }
     return lambda: made
 
 
-def _nested_lists(state: Any) -> Json:
-    """The state of a generator of Python or numpy as JSON."""
-    if state is None:
-        return None
-    return [list(map(int, one)) if hasattr(one, "__len__") and not isinstance(one, str) else one for one in state]
-
-
 def _read_step(reader: TreeReader, json: Json) -> Step:
-    given = parts(json, _PARTS)
-    tensors = tuple(map(reader.pool.tensor, items(given["tensors"])))
-    state = {}
-    for row in items(given["state"]):
-        address, at = exactly(row, 2)
-        if natural(at) >= len(tensors):
-            bad("a parameter is said to be a tensor that is not there")
-        state[line(address)] = at
-    inputs = tuple([_read_given(reader, row, state) for row in items(given["given"])])
-    tree = reader.structure(given["inputs"])
-    if not all(_is_input(ref, len(inputs)) for ref in refs_in(tree)) or not _is_call(tree):
-        bad("the inputs are not those of a call")
-    grads = tuple([optional(reader.pool.tensor, row) for row in items(given["grads"])])
-    data = StepData(
-        tree,
-        inputs,
-        tensors,
-        state,
-        frozenset(map(line, items(given["frozen"]))),
-        tuple([ModuleFacts(*_module(row)) for row in items(given["modules"])]),
-        {
-            line(name): _generator_state(reader, name, row)
-            for name, row in (exactly(r, 2) for r in items(given["generators"]))
-        },
-        optional(_python_state, given["python"]),
-        optional(_state_of_numpy, given["numpy"]),
-        reader.context(given["context"]),
-        min(max(natural(given["threads"]), 1), 1024),
-        grads,
-        _arrivals(given["arrivals"], grads),
-        tuple([optional(_extremes, row) for row in items(given["extremes"])]),
-    )
-    numbers = {line(name): float(number(value)) for name, value in mapping(given["numbers"]).items()}
+    given = parts(json, {"number", "reason", "model", "address", "why", "numbers", "scale", "rank"} | PARTS)
     return Step(
         natural(given["number"]),
         text(given["reason"]),
         line(given["model"]),
         line(given["address"]),
         tuple(map(text, items(given["why"]))),
-        numbers,
+        {line(name): float(number(value)) for name, value in mapping(given["numbers"]).items()},
         optional(lambda value: float(number(value)), given["scale"]),
         optional(natural, given["rank"]),
         None,
-        data,
+        read_data(reader, given),
     )
-
-
-def _read_given(reader: TreeReader, row: Json, state: Mapping[str, int]) -> GivenTensor:
-    place, requires_grad, has_history, address = exactly(row, 4)
-    if line(address) and address not in state:
-        bad("an input is said to be a parameter that is not there")
-    tensor = reader.pool.tensor(place)
-    if flag(requires_grad) and not (tensor.is_floating_point() or tensor.is_complex()):
-        bad("an input of whole numbers is said to need a gradient")
-    return GivenTensor(tensor, requires_grad, flag(has_history), address)
-
-
-def _arrivals(row: Json, grads: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
-    found = tuple(map(natural, items(row)))
-    if sorted(found) != [at for at, grad in enumerate(grads) if grad is not None]:
-        bad("the order of the gradients is that of others")
-    return found
-
-
-def _generator_state(reader: TreeReader, name: str, row: Json) -> torch.Tensor:
-    state = reader.pool.generator_state(row)
-    if name == "cpu" and state.numel() != torch.default_generator.get_state().numel():
-        bad("the state of a generator is that of another device")
-    return state
-
-
-def _is_input(ref: Ref, count: int) -> bool:
-    return ref.node == "input" and len(ref.path) == 1 and ref.path[0] < count
-
-
-def _is_call(tree: Any) -> bool:
-    """True for (args, kwargs)."""
-    if type(tree) is not tuple or len(tree) != 2:
-        return False
-    args, kwargs = tree
-    if type(kwargs) is Branch and kwargs.kind is dict:
-        names: Iterable[Any] = kwargs.keys or ()
-    elif type(kwargs) is dict:
-        names = kwargs
-    else:
-        return False
-    return type(args) is tuple and all(type(name) is str for name in names)
-
-
-def _module(row: Json) -> tuple[str, str, bool]:
-    address, kind, is_training = exactly(row, 3)
-    return line(address), line(kind), flag(is_training)
-
-
-def _extremes(row: Json) -> tuple[float, float]:
-    least, most = exactly(row, 2)
-    return float(number(least)), float(number(most))
-
-
-def _python_state(row: Json) -> Any:
-    """A state of `random`, if it is one."""
-    version, words, pending = exactly(row, 3)
-    numbers = tuple(map(natural, exactly(words, 625)))
-    if version != 3 or numbers[-1] > 624 or max(numbers) >= 2**32:
-        bad("the state of `random` is none")
-    return version, numbers, optional(lambda value: float(number(value)), pending)
-
-
-def _state_of_numpy(row: Json) -> Any:
-    """A state of `numpy.random`, if it is one."""
-    name, words, position, has_pending, pending = exactly(row, 5)
-    numbers = list(map(natural, exactly(words, 624)))
-    if name != "MT19937" or natural(position) > 624 or max(numbers) >= 2**32 or has_pending not in (0, 1):
-        bad("the state of numpy's generator is none")
-    return name, numbers, position, has_pending, float(number(pending))
 
 
 register(Kind("step", Step, _write_step, _read_step))
