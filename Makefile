@@ -20,7 +20,7 @@ ZOO := $(VENV)/.zoo
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test zoo databases interrupts lint bench clean dot browser
+.PHONY: help demo test zoo databases interrupts kills lint bench clean dot browser
 
 help:
 	@echo "make demo    a first look: runs examples/demo.py"
@@ -29,6 +29,7 @@ help:
 	@echo "make zoo     the tests on real library models (transformers, timm, torchvision)"
 	@echo "make databases  every sample of torch's own databases of operators and modules"
 	@echo "make interrupts  an interrupt at a thousand places of each task"
+	@echo "make kills   watched trainings, ended in five ways, twenty times each"
 	@echo "make lint    format, rules, types"
 	@echo "make bench   the tables of costs against the plain model"
 	@echo "make clean   remove .venv and everything that was built"
@@ -52,6 +53,9 @@ databases: $(ZOO)
 interrupts: $(DEV)
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m interrupts tests/test_interrupts.py
 
+kills: $(DEV)
+	$(TEST_ENV) $(BIN)/python -W ignore tests/kills.py 20
+
 lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -62,6 +66,7 @@ bench: $(ZOO)
 	$(BIN)/python bench/sweeps.py
 	$(BIN)/python bench/check.py
 	$(BIN)/python bench/files.py
+	$(BIN)/python bench/watch.py
 	$(BIN)/python bench/growth.py --most 10000
 	$(BIN)/python bench/summary.py
 

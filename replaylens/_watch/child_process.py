@@ -243,7 +243,8 @@ class ThreadWorker:
         self._error: str | None = None
         self._inbox = main.Inbox()
         page = ring.status_page(index)
-        loop = main.Loop(ring.reader(page.cursor), page, self._inbox)
+        pages = [ring.status_page(number) for number in range(len(run.get("readers", ())))]
+        loop = main.Loop(ring.reader(page.cursor), page, self._inbox, pages=pages)
         self._thread = threading.Thread(target=self._run, args=(loop, specs, run), name="replaylens-watch", daemon=True)
         self._thread.start()
 
@@ -296,13 +297,14 @@ class Child:
         _open_children.add(self)
 
     def _start(self) -> None:
+        run = {**self.run, "url": self._said.get("url")}  # where pages look that a child before has served
         if self.why_thread is None:
             try:
-                self._worker = ProcessWorker.start(self.ring, self.index, self.specs, self.run)
+                self._worker = ProcessWorker.start(self.ring, self.index, self.specs, run)
                 return
             except OSError as error:
                 self.why_thread = f"no process could be started: {error}"
-        self._worker = ThreadWorker(self.ring, self.index, self.specs, self.run)
+        self._worker = ThreadWorker(self.ring, self.index, self.specs, run)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -444,10 +446,11 @@ def start_children(
     if len(groups) > wire.CHILDREN:
         raise ValueError(f"{len(specs)} sinks need {len(groups)} processes; there can be {wire.CHILDREN}.")
     why = why_no_process(ring) if process else "process=False"
+    facts = {**(run or {}), "readers": [", ".join(wire.names_of(group)) for group in groups]}
     children: list[Child] = []
     try:
         for index, group in enumerate(groups):
-            children.append(Child(ring, group, index, run or {}, group[0]["in_thread"] or why))
+            children.append(Child(ring, group, index, facts, group[0]["in_thread"] or why))
     except BaseException:
         for child in children:
             child.close(0.5)

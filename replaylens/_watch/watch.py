@@ -34,6 +34,7 @@ from .targets import COMPILED, FORWARD_KINDS, Schedule, Targets, kinds_of, targe
 from .watch_stats import WatchStats
 
 FEWEST_SLOTS, MOST_BYTES = 256, 256 << 20  # of a ring whose slots its user did not count
+START = 1.0  # seconds that children have to open their sinks before the first step
 CLOCKS = ("optimizer", "forward", "manual")
 
 
@@ -170,6 +171,7 @@ class Watch:
                 **session.faults,
                 **({"when": session.keeper.faults[-1]} if session.keeper and session.keeper.faults else {}),
             },
+            ring.why_refused if ring is not None else "",
         )
 
     def latest(self, name: str = "", what: str = "activation") -> Sample:
@@ -328,6 +330,9 @@ def _start(session: Session, tree: nn.Module, specs: list[dict[str, Any]]) -> No
         _follow(session, tree)
     if wishes.keeps_steps:
         _keep_steps(session, tree)
+    deadline = monotonic() + START  # else a fast loop has lost its first steps when somebody comes to read them
+    for child in session.children:
+        child.wait_until_ready(deadline - monotonic())
     session.start()
 
 

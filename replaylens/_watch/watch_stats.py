@@ -38,6 +38,7 @@ class WatchStats:
     sinks: tuple[SinkStats, ...]
     unseen: dict[str, str]  # what is not watched, and why
     faults: dict[str, str]  # what went wrong in the training's process; those names are not watched any longer
+    why_refused: str = ""  # the last one
 
     @property
     def dropped(self) -> int:
@@ -50,7 +51,7 @@ class WatchStats:
         return sum(one.received for one in self.sinks)
 
     def __str__(self) -> str:
-        refused = f", {self.refused:,} refused" if self.refused else ""
+        refused = f", {self.refused:,} refused ({self.why_refused})" if self.refused else ""
         lines = [
             f"step {self.step:,}: {self.sampled_steps:,} steps sampled, {self.sent:,} samples sent{refused}, "
             f"{self.seconds:.3g} s of the training's time",

@@ -117,8 +117,11 @@ class Loop:
         page: wire.StatusPage,
         inbox: Inbox,
         chores: Callable[[], None] = lambda: None,
+        pages: Sequence[wire.StatusPage] = (),  # of all children, for a sink that shows them
     ) -> None:
         self._reader, self._page, self._inbox, self._chores = reader, page, inbox, chores
+        self._pages = pages
+        self._names: Sequence[str] = ()  # of the children
         self._received, self._dropped = page.received, page.dropped  # by a process that ended before its time
         self._events: deque[tuple[int, wire.Event]] = deque()  # each with the number of samples before it
         self._sinks: list[Guarded] = []
@@ -128,6 +131,7 @@ class Loop:
 
     def run(self, specs: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> None:
         """Open the sinks, and work until it is over."""
+        self._names = run.get("readers", ())
         self._open(specs, run)
         self._page.state = wire.READY
         while not self._inbox.is_over:
@@ -230,11 +234,18 @@ class Loop:
 
     def _facts(self) -> dict[str, Any]:
         """For a sink that shows them."""
-        page = self._page
-        return {"received": page.received, "dropped": page.dropped, "faults": page.faults, "errors": {**self._errors}}
+        readers = [_told(name, page) for name, page in zip(self._names, self._pages, strict=False)]
+        own = {**_told("", self._page), "errors": {**self._errors}, "wants_pause": bool(self._page.wants_pause)}
+        return {**own, "readers": readers} if readers else own
 
     def _ask_for_pause(self, wanted: bool) -> None:
         self._page.wants_pause = wanted
+
+
+def _told(name: str, page: wire.StatusPage) -> dict[str, Any]:
+    """What a child says of itself."""
+    errors = (page.said() or {}).get("errors", {})
+    return {"name": name, "received": page.received, "dropped": page.dropped, "faults": page.faults, "errors": errors}
 
 
 # -- as a process ------------------------------------------------------------------------------------------------------
@@ -248,7 +259,8 @@ def main(config: Mapping[str, Any], ring: int, index: int, parent: int) -> None:
     page = wire.StatusPage(memory, index)
     inbox = Inbox()
     _end_on_signals(inbox)
-    loop = Loop(wire.Reader(memory, page.cursor), page, inbox, lambda: _chores(inbox, parent))
+    pages = [wire.StatusPage(memory, number) for number in range(len(config["run"].get("readers", ())))]
+    loop = Loop(wire.Reader(memory, page.cursor), page, inbox, lambda: _chores(inbox, parent), pages)
     threading.Thread(target=_live_and_die, args=(inbox, loop), name="replaylens-lifeline", daemon=True).start()
     loop.run(config["specs"], config["run"])
 
