@@ -159,7 +159,7 @@ class Session:
 
     def stop(self) -> None:
         """Take everything off."""
-        self.unseen |= self.why_it_stands()
+        self.unseen |= self.why_it_stands(is_ending=True)
         self.is_over = True
         self.disarm()
         if self.follower is not None:
@@ -220,8 +220,8 @@ class Session:
         follower.disarm()
         if self._unfollowed == UNSEEN_STEPS:
             self.not_followed(
-                f"in {UNSEEN_STEPS} sampled steps the model itself was not called. Where a training calls only parts of "
-                "it, watch those; what is compiled cannot be followed."
+                f"in {UNSEEN_STEPS} sampled steps the model itself was not called. Where a training calls only parts "
+                "of it, watch those; what is compiled cannot be followed."
             )
 
     def _expects_forwards(self) -> bool:
@@ -379,14 +379,16 @@ class Session:
 
         return proven
 
-    def why_it_stands(self) -> dict[str, str]:
-        """Why the first step has not ended, if that is odd: its backward pass has begun."""
-        is_odd = self.clock is not None and self.clock.step == self.wishes.start and self.sampler.is_done
+    def why_it_stands(self, is_ending: bool = False) -> dict[str, str]:
+        """Why the first step has not ended, if that is odd: its backward pass has begun, or the watch ends."""
+        if self.clock is None or self.clock.step > self.wishes.start:
+            return {}
+        has_begun = self._calls_kept or self.sampler.forwards if is_ending else self.sampler.is_done
         text = (
-            "no optimizer of torch's has ended a step of this model so far, and only the first step was sampled. Where "
-            'weights are changed in another way, or the optimizer\'s step is compiled: clock="manual" and step().'
+            "no optimizer of torch's has ended a step of this model, and only the first step is sampled. Where weights "
+            'are changed in another way, or the optimizer\'s step is compiled: clock="manual" and step().'
         )
-        return {"later steps": text} if is_odd else {}
+        return {"later steps": text} if has_begun else {}
 
     def not_followed(self, why: str) -> None:
         """A forward could not be followed; it went on unseen."""
