@@ -88,7 +88,7 @@ def _trainer_callback() -> type[Any]:
     base: Any = optional("transformers", "transformers").TrainerCallback
 
     class TrainerCallback(_Watching, base):  # type: ignore[misc]
-        """Watch a model in the Trainer: `Trainer(..., callbacks=[TrainerCallback("**.mlp", every=20, sink="live")])`."""
+        """Watch a model in the Trainer: `Trainer(..., callbacks=[TrainerCallback("**.mlp", sink="live")])`."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             self.open(model, state.global_step, None)  # the scaler is found when it calls the optimizer

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "_WORDS_OF_LEAVES": "the same",
     "CLASSES": "classes, which are methods too",
     "MEMORY_FORMATS": "memory formats, one of which is a method too",
+    "facts": "what a page is told of a sample",
     "_HIDDEN": "classes of a module of torch's",
     "multiplications": "the formulas of what it costs",
     "work": "the same",

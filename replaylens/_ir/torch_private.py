@@ -83,6 +83,13 @@ sees_no_function_mode = _name(
 )
 without_function_modes = _name("torch._C.DisableTorchFunction", "what the tracer computes for itself is not recorded")
 without_subclasses = _name("torch._C.DisableTorchFunctionSubclass", "put back after interrupts where it was on")
+graph_task = _name(
+    "torch._C._current_graph_task_id",
+    "whether a watched module is called within a backward pass, where a checkpoint computes it again",
+    "a checkpoint's second forward is watched as well",
+    lambda: -1,
+)  # -1 outside
+is_traced_by_jit = _name("torch._C._get_tracing_state", "whether torch.jit.trace runs the model", "None", lambda: None)
 _entered_where_all_is_seen = without_function_modes()
 _entered_where_all_is_seen.__enter__()
 _entered_where_all_is_seen.__exit__(None, None, None)
@@ -263,6 +270,8 @@ ATTRIBUTES = {
     "Module._modules": "the same",
     "Module._non_persistent_buffers_set": "which buffers a state_dict lacks",
     "Module._backward_pre_hooks": "are there hooks?",
+    "Module._call_impl": "the call itself, beneath what is put around it",
+    "Module._compiled_call_impl": "what a module's next call runs instead: a watch follows one forward by it",
     "Module._apply": "what `module.to`, `double` and the like go through",
 }
 FLOOR = (2, 10)

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .._ir.torch_private import without_function_modes
+from .._ir.torch_private import graph_task, without_function_modes
 
 Closure = Callable[..., Any]
 
@@ -110,7 +110,7 @@ class OptimizerClock:
     def _have_all_stepped(self) -> bool:
         """False if a parameter with a gradient is another optimizer's, or the gradients are still being computed."""
         model = self.model()
-        if model is None or torch._C._current_graph_task_id() != -1:
+        if model is None or graph_task() != -1:
             return model is None
         own = {id(parameter) for optimizer in self._stepped for parameter in parameters_of(optimizer)}
         with without_function_modes():

@@ -51,13 +51,11 @@ from .._capture.recording import (
 from .._capture.scopes import is_listening
 from .._ir.autograd import history_of
 from .._ir.label import Label
-from .._ir.torch_private import compiler_if_loaded
+from .._ir.torch_private import compiler_if_loaded, graph_task, is_traced_by_jit
 from .._ir.util import cached_property, is_glob, matches
 from .._layers.naming import label_nodes
 
 MOST_PATHS = 32  # that are remembered of a model
-_in_backward = torch._C._current_graph_task_id  # -1 outside
-_is_traced = torch._C._get_tracing_state
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -235,7 +233,7 @@ class ArmedCall:
 
     def take(self) -> list[FollowedForward]:
         """Those for whom this very call is to be followed; they are no longer armed."""
-        if _in_backward() != -1 or _is_traced() is not None or is_listening():
+        if graph_task() != -1 or is_traced_by_jit() is not None or is_listening():
             return []
         here = get_ident()
         taken = [one for one in self.followers if one._thread == here]

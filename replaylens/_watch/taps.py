@@ -27,19 +27,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._ir.torch_private import peek_interpreter_stack
+from .._ir.torch_private import graph_task, peek_interpreter_stack
 from .clock import parameters_of
 from .targets import FORWARD_KINDS, ModuleTarget, Targets
 
 MOST_PASSES = 64  # of one module in one step
 _DEPTH = 8  # of containers in what a module takes or gives
-_in_backward = torch._C._current_graph_task_id  # -1 outside
 
 
 class Tap:
     """A hook. Copies and pickles of a module have in its place one that does nothing, and needs no replaylens."""
 
     __slots__ = ("call",)
+    __torch_unserializable__ = True  # a tensor that has one can be saved, and torch says nothing of it
 
     def __init__(self, call: Callable[..., None]) -> None:
         self.call = call
@@ -169,11 +169,11 @@ class Sampler:
 
     def entered(self, target: ModuleTarget, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A watched module is called."""
-        if _in_backward() == -1 and self._sees():
+        if graph_task() == -1 and self._sees():
             self.safely(target.name, self._sample, target, (args, kwargs) if kwargs else args, True)
 
     def _left(self, target: ModuleTarget, module: nn.Module, args: Any, output: Any) -> None:
-        if _in_backward() != -1:
+        if graph_task() != -1:
             if not self._is_over and torch.is_grad_enabled() and "grad" in self.kinds:
                 self.safely(target.name, self._computed_again, target, output)
         elif self._sees():
@@ -316,7 +316,7 @@ class Sampler:
 
 def is_no_forward() -> bool:
     """True where a module's call is none of the training's: a graph is traced, or a checkpoint computes again."""
-    return _in_backward() != -1 or torch.jit.is_tracing()
+    return graph_task() != -1 or torch.jit.is_tracing()
 
 
 def is_checkpointed(frame: FrameType | None) -> bool:
