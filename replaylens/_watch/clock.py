@@ -51,6 +51,8 @@ class OptimizerClock:
     after: Callable[[Optimizer, bool], None]  # True: it ran a closure
     step: int = 0  # those that have ended
     is_in_step: bool = False
+    _sole: ReferenceType[Optimizer] | None = None  # the one that made the step before alone: nothing else is asked then
+    _nests: bool = False  # some optimizer's step calls another one of its own
     _own: WeakSet[Optimizer] = field(factory=WeakSet)
     _stepped: WeakSet[Optimizer] = field(factory=WeakSet)  # in this step
     _usual: WeakSet[Optimizer] = field(factory=WeakSet)  # those that stepped in the step before
@@ -82,30 +84,43 @@ class OptimizerClock:
     def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled must not have this hook in it
             return None
-        if not self._is_ours(optimizer) or _is_within_a_step(optimizer, sys._getframe(1)):
+        is_sole = self._sole is not None and self._sole() is optimizer
+        if not is_sole and not self._is_ours(optimizer):
             return None
-        if optimizer in self._stepped:
-            self._end()
+        if self.is_in_step and _is_within_a_step(optimizer, sys._getframe(1)):
+            self._nests = True
+            return None
         self.is_in_step = True
+        if not is_sole:
+            self._sole = None
+            if optimizer in self._stepped:
+                self._end()
         closure = self.before(optimizer, closure_of(args, kwargs))
         if closure is None:
             return None
         return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_ours(optimizer):
+        if torch.compiler.is_compiling():
             return
-        if _is_within_a_step(optimizer, sys._getframe(1)):
+        is_sole = self._sole is not None and self._sole() is optimizer
+        if not is_sole and not self._is_ours(optimizer):
+            return
+        if self._nests and _is_within_a_step(optimizer, sys._getframe(1)):
             return
         self.is_in_step = False
-        self._stepped.add(optimizer)
-        if self._usual <= self._stepped if self._usual else self._have_all_stepped():
-            self._end()
+        if is_sole:
+            self.step += 1
+        else:
+            self._stepped.add(optimizer)
+            if self._usual <= self._stepped if self._usual else self._have_all_stepped():
+                self._end()
         self.after(optimizer, closure_of(args, kwargs) is not None)
 
     def _end(self) -> None:
         self.step += 1
         self._usual, self._stepped = self._stepped, WeakSet()
+        self._sole = ref(next(iter(self._usual))) if len(self._usual) == 1 else None
 
     def _have_all_stepped(self) -> bool:
         """False if a parameter with a gradient is another optimizer's, or the gradients are still being computed."""

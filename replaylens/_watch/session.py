@@ -188,10 +188,13 @@ class Session:
 
     def begin(self, step: int) -> None:
         """A step begins: hooks on, if it is sampled."""
-        self._end_sampled()
+        if self.sampler.is_armed or self.judged is not None or self.follower is not None:
+            self._end_sampled()
         schedule = self.wishes.schedule
         if self.is_over or self.is_paused or (self.ring is None and self.judged is None):
             return
+        if type(schedule.every) is int and step % schedule.every:
+            return  # nearly always
         if not self.safely("every", schedule.is_due, step) or any(child.wants_pause for child in self.children):
             return
         if self.judged is not None:

@@ -165,8 +165,8 @@ def is_compiled_itself(module: nn.Module) -> bool:
 
 COMPILED = (
     "torch.compile has made one piece of what is inside {place}, and hooks on it would be traced into that piece or "
-    "never called. Weights, their gradients and updates, and alarms work: what=('weight', 'weight_grad', 'update'). For what "
-    "is inside, watch the model before it is compiled, in a run without torch.compile."
+    "never called. Weights, their gradients and updates, and alarms work: what=('weight', 'weight_grad', 'update'). For "
+    "what is inside, watch the model before it is compiled, in a run without torch.compile."
 )
 
 
