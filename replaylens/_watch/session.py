@@ -24,13 +24,14 @@ from torch.optim import Optimizer
 
 from .._ir.interrupts import after_fork
 from .._ir.torch_private import count_dispatch_modes, without_any_modes, without_function_modes
+from ..errors import UnsupportedModel
 from .child_process import Child
 from .clock import Closure, OptimizerClock, scaler_above
 from .followed_forward import FollowedForward
 from .keeper import Keeper
 from .ring import Ring
 from .taps import CompiledCall, Sampler, Tap, is_checkpointed, is_no_forward
-from .targets import FORWARD_KINDS, ModuleTarget, Schedule, Targets, is_compiled_itself
+from .targets import FORWARD_KINDS, SCRIPTED, ModuleTarget, Schedule, Targets, is_compiled_itself
 
 UNSEEN_STEPS = 2  # sampled steps without a forward of a watched module, until it is said
 
@@ -282,6 +283,8 @@ class Session:
 
     def _hooks_on(self, module: nn.Module, address: str) -> list[Any]:
         before, after = partial(self._root_entered, address), partial(self._root_left, address)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModel(f"its calls cannot be counted or kept: {SCRIPTED.format(place='the model')}")
         if is_compiled_itself(module):
             return [CompiledCall.around(module, before, after)]
         return [

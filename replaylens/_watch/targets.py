@@ -82,7 +82,7 @@ class ParameterTarget:
     def find(self) -> torch.Tensor | None:
         """The parameter that stands there now."""
         module = self.module()
-        return None if module is None else module._parameters.get(self.key)
+        return None if module is None else getattr(module, self.key, None)
 
 
 @frozen(eq=False)
@@ -165,14 +165,20 @@ def is_compiled_itself(module: nn.Module) -> bool:
 
 COMPILED = (
     "torch.compile has made one piece of what is inside {place}, and hooks on it would be traced into that piece or "
-    "never called. Weights, their gradients and updates, and alarms work: what=('weight', 'weight_grad', 'update'). For "
-    "what is inside, watch the model before it is compiled, in a run without torch.compile."
+    "never called. Weights, their gradients and updates, and alarms work: what=('weight', 'weight_grad', 'update'). "
+    "For what is inside, watch the model before it is compiled, in a run without torch.compile."
+)
+
+
+SCRIPTED = (
+    "{place} is TorchScript, which calls no hooks of Python's. Weights, their gradients and updates work: "
+    "what=('weight', 'weight_grad', 'update')."
 )
 
 
 def why_unseen(tree: nn.Module, address: str, is_wrapped: bool) -> str | None:
-    """Why the calls of a module cannot be seen: it lies inside a compiled one. `is_wrapped`: all that is below the
-    model's own call does.
+    """Why the calls of a module cannot be seen: it is TorchScript, or lies inside a compiled one. `is_wrapped`: all
+    that is below the model's own call does.
     """
     if is_wrapped and address:
         return COMPILED.format(place="the model")
@@ -180,10 +186,12 @@ def why_unseen(tree: nn.Module, address: str, is_wrapped: bool) -> str | None:
     parts = address.split(".") if address else []
     for number, part in enumerate(["", *parts]):
         if part:
-            path, module = f"{path}.{part}" if path else part, module._modules.get(part) or module
+            path, module = f"{path}.{part}" if path else part, dict(module.named_children()).get(part, module)
         is_itself = number == len(parts)
         if is_compiled_itself(module) or (not is_itself and _is_compiled(module)):
             return COMPILED.format(place=repr(path) if path else "the model")
+        if isinstance(module, torch.jit.ScriptModule):
+            return SCRIPTED.format(place=repr(path) if path else "the model")
     return None
 
 
@@ -238,7 +246,7 @@ class ModuleTree:
             evolve(self._module(address), has_values=not address or not any(module.children()))
             for address, module in self.model.named_modules()
         ]
-        return Targets(tuple([one for one in found if one.has_values or any(self.modules[one.address]._parameters)]))
+        return Targets(tuple([one for one in found if one.has_values or len(self.modules[one.address]._parameters)]))
 
     def meant_by(self, key: Any) -> Targets:
         """What one key means. One that finds nothing is an error, unless it may be an operation's name."""

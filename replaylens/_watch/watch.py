@@ -30,7 +30,17 @@ from .ring import Ring
 from .session import Session, Wishes
 from .sink_specs import specs_of
 from .step_file import Step
-from .targets import COMPILED, FORWARD_KINDS, Schedule, Targets, kinds_of, targets_of, unwrapped_model, why_unseen
+from .targets import (
+    COMPILED,
+    FORWARD_KINDS,
+    SCRIPTED,
+    Schedule,
+    Targets,
+    kinds_of,
+    targets_of,
+    unwrapped_model,
+    why_unseen,
+)
 from .watch_stats import WatchStats
 
 FEWEST_SLOTS, MOST_BYTES = 256, 256 << 20  # of a ring whose slots its user did not count
@@ -362,10 +372,13 @@ def _follow(session: Session, tree: nn.Module) -> None:
 def _keep_steps(session: Session, tree: nn.Module) -> None:
     """Beginnings of steps are kept from now on, so that one can be written."""
     wishes = session.wishes
+    if any(isinstance(module, torch.jit.ScriptModule) for module in tree.modules()):
+        raise UnsupportedModel(f"steps of it cannot be kept: {SCRIPTED.format(place='a part of the model')}")
 
     def told(step: Step) -> None:
+        where = f"Written to {step.path}" if step.path else f"It could not be written: {'; '.join(step.why)}"
         with suppress(Exception):
-            print(f"replaylens: step {step.number}: {step.reason}. Written to {step.path}", file=sys.stderr)
+            print(f"replaylens: step {step.number}: {step.reason}. {where}.", file=sys.stderr)
         for child in session.children:
             child.event("alarm", step=step.number, reason=step.reason, path=str(step.path))
 
