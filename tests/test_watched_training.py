@@ -70,6 +70,7 @@ def assert_seen(run: Run) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:Profiler record function")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_watched_training_is_the_same_bit_for_bit(name, kind, tmp_path, capsys):
     watched = run_loop(name, kind, tmp_path)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader, Dataset
 from training_witness import (
     MAKERS,
@@ -1461,6 +1462,189 @@ def watched_and_captured(run: Run) -> None:
                 with rl.watch(model.layers, every=1, sink=[]):
                     model.layers(*vectors(number))
     run.end(model, optimizer)
+
+
+# -- more of what trainings do -----------------------------------------------------------------------------------------
+
+
+@loop
+def muon_and_adamw(run: Run) -> None:
+    """Matrices by one optimizer, the rest by another, after one backward pass."""
+    model = Language()
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    own = set(map(id, matrices))
+    rest = [p for p in model.parameters() if id(p) not in own]
+    pair = [torch.optim.Muon(matrices, 0.01), torch.optim.AdamW(rest, 0.01)]
+    with run.watch(model):
+        for number in range(6):
+            model.zero_grad()
+            loss_of(model(*tokens(number))).backward()
+            for optimizer in pair:
+                optimizer.step()
+    run.end(model, *pair)
+
+
+def fit_scripted(run: Run, model: nn.Module) -> None:
+    """TorchScript calls no hooks: its weights are seen, and the rest is refused."""
+    if run.kind in ("when", "everything"):
+        with pytest.raises(rl.UnsupportedModel, match="is TorchScript, which calls no hooks"):
+            rl.watch(model, when=rl.NotFinite(), folder=run.folder)
+        run.kind = "hooks"
+    fit(run, model, layers=None, why_no_nodes="TorchScript")
+
+
+@loop
+def scripted(run: Run) -> None:
+    with torch.jit.optimized_execution(False):  # whose fusions come after some runs, and stay
+        fit_scripted(run, torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))))
+
+
+@loop
+def a_part_that_is_scripted(run: Run) -> None:
+    with torch.jit.optimized_execution(False):
+        inner = torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+        fit_scripted(run, nn.Sequential(inner, nn.Dropout(0.1), nn.Linear(16, 4)))
+
+
+@loop
+def an_ensemble_by_vmap(run: Run) -> None:
+    models = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(3)]
+    stacked, _ = torch.func.stack_module_state(models)
+    optimizer = torch.optim.SGD(stacked.values(), 0.1)
+    with run.watch(models[0], clock="manual") as watch:
+        for number in range(6):
+            out = vmap(lambda w, x: functional_call(models[0], w, (x,)), (0, None))(stacked, *vectors(number))
+            run.step(models[0], optimizer, out.square().mean())
+            if watch is not None:
+                watch.step()
+    run.end(optimizer, *models)
+
+
+@loop
+def curvature(run: Run) -> None:
+    """The product of the Hessian and a vector: forward mode over reverse mode."""
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = sgd(model)
+    with run.watch(model):
+        for number in range(4):
+            (x,) = vectors(number)
+            run.step(model, optimizer, loss_of(model(x)))
+            slope = grad(lambda x: model(x).square().mean())
+            run.witness.note(f"curvature {number}", torch.func.jvp(slope, (x,), (torch.ones_like(x),)))
+    run.end(model, optimizer)
+
+
+class Nested(nn.Module):
+    """Checkpoints within checkpoints; some operations are kept."""
+
+    def __init__(self, kinds: tuple[str, str]) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(16, 16), nn.Linear(16, 16), nn.Dropout(0.2)
+        self.norm, self.kinds = nn.BatchNorm1d(16), kinds
+
+    def forward(self, x):
+        return self._checkpointed(self.kinds[0], self._outer, x.requires_grad_())
+
+    def _outer(self, x):
+        return self.drop(self._checkpointed(self.kinds[1], self._inner, self.norm(self.first(x))))
+
+    def _inner(self, x):
+        return self.drop(torch.tanh(self.second(x)))
+
+    def _checkpointed(self, kind, call, x):
+        if kind != "selective":
+            return checkpoint(call, x, use_reentrant=kind == "reentrant")
+        kept = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+        return checkpoint(call, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(kept))
+
+
+def _nested(*kinds: str) -> Callable[[Run], None]:
+    return lambda run: fit(run, Nested(kinds))
+
+
+LOOPS.update(
+    {
+        "checkpoints_in_checkpoints": _nested("plain", "plain"),
+        "reentrant_in_checkpoints": _nested("plain", "reentrant"),
+        "checkpoints_in_reentrant": _nested("reentrant", "plain"),
+        "reentrant_in_reentrant": _nested("reentrant", "reentrant"),
+        "selective_checkpoints": _nested("plain", "selective"),
+    }
+)
+
+
+@loop
+def packed_sequences(run: Run) -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRU(16, 8, batch_first=True), nn.Linear(8, 4)
+
+        def forward(self, x):
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([7, 5, 2]), batch_first=True)
+            return self.head(nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0])[0])
+
+    fit(run, Packed(), sequences)
+
+
+@loop
+def ragged_sequences(run: Run) -> None:
+    """Nested tensors of the jagged layout: a class that sees each operator."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def call(model: nn.Module, *parts: torch.Tensor) -> Any:
+        out = model(torch.nested.nested_tensor(list(parts), layout=torch.jagged))
+        return out.values()
+
+    fit(run, model, lambda number: [torch.randn(n, 16) for n in (3, 5, 1)], call=call)
+
+
+@loop
+def differentiable_optimizer(run: Run) -> None:
+    """The update itself is differentiated."""
+    model = nn.Linear(16, 4)
+    with run.watch(model):
+        for number in range(4):
+            rate = torch.tensor(0.1, requires_grad=True)
+            moved = [p.detach().clone().requires_grad_() for p in model.parameters()]
+            copies = [p.clone() for p in moved]
+            F.linear(*vectors(number), *copies).square().mean().backward(inputs=copies)
+            optimizer = torch.optim.SGD(copies, rate, differentiable=True)
+            optimizer.step()
+            F.linear(*vectors(number), *copies).square().mean().backward()
+            run.witness.note(f"rate {number}", rate.grad)
+            run.witness.note(f"first {number}", moved[0].grad)
+            run.step(model, sgd(model), loss_of(model(*vectors(number))))
+    run.end(model)
+
+
+@loop
+def mixed_devices_and_meta(run: Run) -> None:
+    """The shapes are asked of a meta copy, and fake tensors are run, between steps."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watch(model):
+        for number in range(4):
+            run.step(model, optimizer, loss_of(model(*vectors(number))))
+            run.witness.note(
+                f"shape {number}", tuple(copy.deepcopy(model).to("meta")(torch.ones(2, 16, device="meta")).shape)
+            )
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                run.witness.note(f"fake {number}", tuple(model(mode.from_tensor(torch.ones(3, 16))).shape))
+    run.end(model, optimizer)
+
+
+@loop
+def profiled(run: Run) -> None:
+    model = Perceptron()
+    optimizer = sgd(model)
+    with run.watch(model), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for number in range(4):
+            run.step(model, optimizer, loss_of(model(*vectors(number))))
+    run.end(model, optimizer)
+    run.witness.note("products", sum(event.count for event in profile.key_averages() if event.key == "aten::addmm"))
 
 
 def run_loop(name: str, kind: str, folder: Path, sink: Any = (), loops: Any = LOOPS) -> Run:
