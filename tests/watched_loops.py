@@ -783,9 +783,13 @@ def two_threads_with_a_model_each(run: Run) -> None:
 @loop
 def evaluation_between_steps(run: Run) -> None:
     """Without gradients, in inference mode, in eval mode; an encoder has a fast path there, that hooks would close."""
-    encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False
-    )
+
+    class Masked(nn.TransformerEncoder):
+        def forward(self, x):
+            return super().forward(x, src_key_padding_mask=torch.arange(x.shape[1]).expand(x.shape[:2]) > 4)
+
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+    encoder = Masked(layer, 2, enable_nested_tensor=False)
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), encoder)
     optimizer = sgd(model)
     with run.watch(model):

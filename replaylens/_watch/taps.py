@@ -24,6 +24,7 @@ from weakref import ref
 import torch
 from attrs import define, field
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -109,6 +110,7 @@ class Sampler:
     _is_over: bool = False  # the sampled micro-batch is, with its backward
     _passes: Counter[str] = field(factory=Counter)
     _handles: list[Any] = field(factory=list)
+    _without_hooks: dict[int, list[ModuleTarget]] = field(factory=dict)  # modules that get none of their own, by id
     _before: dict[str, torch.Tensor] = field(factory=dict)  # weights before the step
     _marks_end: bool = False  # a hook waits for the backward pass that ends the first micro-batch
 
@@ -125,21 +127,45 @@ class Sampler:
             module = target.module()
             if module is None or not target.has_values:
                 continue
+            if target.has_fast_path:
+                self._without_hooks.setdefault(id(module), []).append(target)
+                continue
             if "input" in self.kinds:
                 hook = Tap(partial(self._entered, target, number))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             self._handles.append(module.register_forward_hook(Tap(partial(self._left, target))))
+        if self._without_hooks:
+            self._watch_all_modules(number)
         for single in self.targets.tensors:
             tensor = single.tensor()
             if tensor is not None and tensor.requires_grad and "grad" in self.kinds:
                 self._watch_gradient(tensor, single.name, is_kept=True)
+
+    def _watch_all_modules(self, number: int) -> None:
+        """Put hooks on all modules there are: a TransformerEncoderLayer computes an evaluation in another way, with
+        other last bits, as soon as it or what is in it has any.
+        """
+        if "input" in self.kinds:
+            hook = Tap(partial(self._entered_any, number))
+            self._handles.append(register_module_forward_pre_hook(hook))
+        self._handles.append(register_module_forward_hook(Tap(self._left_any)))
+
+    def _entered_any(self, number: int, module: nn.Module, args: Any) -> None:
+        for target in self._without_hooks.get(id(module), ()):
+            if target.module() is module:
+                self._entered(target, number, module, args)
+
+    def _left_any(self, module: nn.Module, args: Any, output: Any) -> None:
+        for target in self._without_hooks.get(id(module), ()):
+            if target.module() is module:
+                self._left(target, module, args, output)
 
     def disarm(self) -> None:
         """Take all hooks off."""
         self.number, self._is_open = -1, False
         for handle in self._handles:
             handle.remove()
-        for store in (self._handles, self._passes, self._before):
+        for store in (self._handles, self._passes, self._before, self._without_hooks):
             store.clear()
 
     @property

@@ -63,6 +63,7 @@ class ModuleTarget:
     passes: frozenset[int] | None = None
     has_values: bool = True  # of its calls; otherwise only its own parameters are meant
     label: str | None = None  # where the module is a wrapper, which has another class
+    has_fast_path: bool = False  # torch computes it in another way without gradients, unless it has hooks
 
     @property
     def name(self) -> str:
@@ -264,7 +265,12 @@ class ModuleTree:
         )
 
     def _module(self, address: str, passes: frozenset[int] | None = None) -> ModuleTarget:
-        return ModuleTarget(address, ref(self.modules[address]), passes)
+        return ModuleTarget(address, ref(self.modules[address]), passes, has_fast_path=self._has_fast_path(address))
+
+    def _has_fast_path(self, address: str) -> bool:
+        parts = address.split(".") if address else []
+        above = (self.modules.get(".".join(parts[:count])) for count in range(len(parts) + 1))
+        return any(isinstance(module, nn.TransformerEncoderLayer) for module in above)
 
     def _address_of(self, module: nn.Module) -> str:
         for address, own in self.modules.items():
