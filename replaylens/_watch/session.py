@@ -94,6 +94,7 @@ class Session:
     _unfollowed: int = 0  # sampled steps in which the model itself was not called
     _ran: set[str] = field(factory=set)  # in this step, where forwards are the clock
     _just_armed: bool = False
+    _waiting: int = 0  # samples since the children were woken
     _handles: list[Any] = field(factory=list)
     _inner_handles: list[Any] = field(factory=list)
 
@@ -210,6 +211,8 @@ class Session:
     def _end_sampled(self) -> None:
         was_armed, forwards = self.sampler.is_armed, self.sampler.forwards
         self.disarm()
+        if self._waiting:
+            self._wake()
         if self.follower is not None and self.wishes.clock != "forward":
             self._disarm_follower(self.follower, was_armed)
         self.sampled += was_armed
@@ -352,16 +355,23 @@ class Session:
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()  # of a DTensor, this rank's part
         self.ring.put(tensor, name, kind, self.sampler.number, exact=exact, scaled=scaled, note=self.note)
-        self._wake()
+        self._sent()
+
+    def _sent(self) -> None:
+        """Whoever reads is woken at the end of the step, for waking takes longer than sending; or if much waits."""
+        self._waiting += 1
+        if self.ring is not None and self._waiting > self.ring.slots // 4:
+            self._wake()
 
     def _wake(self) -> None:
+        self._waiting = 0
         for child in self.children:
             child.wake()
 
     def _put_update(self, parameter: torch.Tensor, before: torch.Tensor, name: str) -> None:
         assert self.ring is not None
         self.ring.put_pair(parameter.detach(), before, name, "update", self.sampler.number)
-        self._wake()
+        self._sent()
 
     def followed(self, label: str, tensor: torch.Tensor) -> Callable[[], None] | None:
         """A value of an operation, as the followed forward meets it; returned is what sends it, once its name is
@@ -381,7 +391,7 @@ class Session:
             prove()
             if send is not None:
                 send()
-                self._wake()
+                self._sent()
 
         return proven
 

@@ -43,7 +43,7 @@ from .targets import (
 )
 from .watch_stats import WatchStats
 
-FEWEST_SLOTS, MOST_BYTES = 256, 256 << 20  # of a ring whose slots its user did not count
+FEWEST_SLOTS, MOST_BYTES = 64, 256 << 20  # of a ring whose slots its user did not count
 START = 1.0  # seconds that children have to open their sinks before the first step
 CLOCKS = ("optimizer", "forward", "manual")
 
