@@ -177,6 +177,21 @@ def test_gradients_of_a_scaled_loss_are_divided_by_its_scale(scaler):
         torch.testing.assert_close(value(one), value(other))
 
 
+def test_gradients_wait_for_the_scaler_in_the_first_step_under_autocast():
+    model = mlp()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    kept = []
+    model[0].register_forward_hook(lambda module, args, output: output.retain_grad() or kept.append(output))
+    x, y = next(batches(1, 6, classes=3))
+    with rl.watch(model, "0", every=1, what="grad", sink=[]) as watch:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        found = samples(watch)
+    assert torch.equal(value(found[0, "0", "grad"]).bfloat16(), kept[0].grad / 65536.0)
+
+
 class Passes(nn.Module):
     """A module that is called three times, with several outputs."""
 
@@ -207,6 +222,26 @@ def test_passes_and_several_outputs_have_names_of_their_own():
         assert names(samples(watch)) == ["cell:2"]
 
 
+def test_each_call_of_a_module_has_one_name_however_it_is_asked_for():
+    model = Passes()
+    with rl.watch(model, ["cell:3", "cell:1", "cell:9"], every=1, what="activation", sink=[]) as watch:
+        train_on(model, 2)
+        assert names(samples(watch)) == ["cell", "cell:3"]
+        assert watch.names == ("cell", "cell:3", "cell:9")
+        assert watch.stats().unseen == {"cell:9": "step 1 had 3 calls of this module."}
+    with rl.watch(model, ["cell", "cell:2"], every=1, what="activation", sink=[]) as watch:
+        train_on(model, 1)
+        assert names(samples(watch)) == ["cell", "cell:2", "cell:3"]
+
+
+def train_on(model, steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4))["a"].sum().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_a_checkpoint_computes_again_is_no_second_sample(reentrant):
     class Net(nn.Module):
@@ -227,14 +262,17 @@ def test_what_a_checkpoint_computes_again_is_no_second_sample(reentrant):
     assert set(names(found, "grad")) == set(names(found, "activation"))
 
 
-def test_a_forward_without_gradients_is_not_the_trainings():
+@pytest.mark.parametrize(("layers", "name"), [("0", "0"), ("relu", "relu_1")])
+def test_a_forward_without_gradients_is_not_the_trainings(layers, name):
     model = mlp()
-    with rl.watch(model, every=1, sink=[]) as watch:
-        with torch.no_grad():
-            model(torch.zeros(1, 6))
-        train(model, batches(1, 6, classes=3))
-        found = samples(watch)
-        assert found[0, "0", "activation"].shape == (4, 8)
+    with rl.watch(model, layers, every=1, sink=[]) as watch:
+        for step in range(2):
+            with torch.no_grad():
+                model(torch.zeros(1, 6))
+            train(model, batches(1, 6, classes=3))
+            found = samples(watch)
+            assert found[step, name, "activation"].shape == (4, 8)
+            assert found[step, name, "grad"].shape == (4, 8)
 
 
 def test_single_tensors_are_watched_by_the_name_that_they_are_given():
@@ -342,11 +380,49 @@ def test_pausing_and_resuming():
             train(model, batches(2, 6, classes=3))
             assert hooks_on(model) == 0
         train(model, batches(2, 6, classes=3))
-        assert [step for step, *_ in samples(watch)] == [
-            0,
-            4,
-        ]  # the step that ran when it was resumed was not seen whole
+        assert [step for step, *_ in samples(watch)] == [0, 3, 4]
         assert watch.step_number == 5
+
+
+def test_a_discriminator_is_sampled_on_its_own_batches_where_the_generators_pass_is_paused():
+    judge, maker = nn.Linear(4, 1), nn.Linear(2, 4)
+    pair = torch.optim.SGD(judge.parameters(), lr=0.1), torch.optim.SGD(maker.parameters(), lr=0.1)
+    with rl.watch(judge, every=1, what="input", sink=[]) as watch:
+        for number in range(3):
+            real = torch.full((1, 4), float(number))
+            pair[0].zero_grad()
+            judge(real).sum().backward()
+            pair[0].step()
+            with watch.paused():
+                pair[1].zero_grad()
+                judge(maker(torch.ones(1, 2))).sum().backward()
+                pair[1].step()
+        assert [value(one)[0, 0].item() for one in samples(watch).values()] == [0.0, 1.0, 2.0]
+
+
+def test_a_tensor_that_is_trained_alone_is_its_clock():
+    model, prompt = mlp().requires_grad_(False), torch.zeros(6, requires_grad=True)
+    optimizer = torch.optim.SGD([prompt], lr=0.1)
+    with rl.watch(model, {"prompt": prompt}, every=1, sink=[]) as watch:
+        for x, y in batches(2, 6, classes=3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x + prompt), y).backward()
+            optimizer.step()
+        assert sorted(samples(watch)) == [(s, "prompt", what) for s in (0, 1) for what in ("activation", "grad")]
+
+
+def test_numbers_of_the_users_are_sent_beside_the_samples():
+    model = mlp()
+    with rl.watch(model, "0", every=10, sink=[]) as watch:
+        for x, y in batches(3, 6, classes=3):
+            loss = F.cross_entropy(model(x), y)
+            watch.log(loss=loss, lr=0.1)
+            train(model, [(x, y)])
+        found = samples(watch)
+        assert [found[step, "lr", "scalar"].values.item() for step in range(3)] == pytest.approx([0.1] * 3)
+        assert watch.latest("loss", "scalar").values.item() == loss.item()
+        with pytest.raises(ValueError, match="takes one number"):
+            watch.log(loss=torch.ones(3))
 
 
 def test_notes_are_on_the_samples_that_follow():
@@ -378,8 +454,17 @@ def test_the_latest_sample_of_a_name():
         train(model, batches(4, 6, classes=3))
         assert watch.latest("0").step == 2 and watch.latest("0", "grad").shape == (4, 8)
         assert watch.latest().name == "Sequential"
-        with pytest.raises(rl.NoSuchLayer, match="no sample of update '0'"):
-            watch.latest("0", "update")
+        for name, what, why in (
+            ("0", "update", r"what=\('activation', 'grad'\)"),
+            ("Sequentail", "grad", "it is not watched. The nearest are 'Sequential'"),
+            ("0:2", "grad", "not sampled yet, or overwritten"),
+        ):
+            with pytest.raises(rl.NoSuchLayer, match=why):
+                watch.latest(name, what)
+    assert watch.latest("0").step == 2  # after the end too
+    for use in (watch.pause, lambda: watch.note("x"), lambda: watch.add("0"), lambda: watch.keep(), watch.__enter__):
+        with pytest.raises(ValueError, match="this watch is closed"):
+            use()
 
 
 def test_two_watches_on_one_model():
@@ -494,6 +579,17 @@ def test_a_captured_model_may_be_watched_and_a_watched_one_captured():
     assert prog.code == plain.code and prog.check()
 
 
+def test_a_name_that_is_no_operation_is_said_at_once_with_what_is_near(capsys):
+    model = nn.Sequential()
+    model.add_module("layer4", nn.Linear(6, 3))
+    with rl.watch(model, ["layer5", "linear"], every=1, sink=[]) as watch:
+        train(model, batches(2, 6, classes=3))
+        assert names(samples(watch)) == ["linear_1"]
+        assert "no operation is called 'layer5'" in str(watch.stats())
+    said = capsys.readouterr().err
+    assert said.count("'layer5'") == 1 and "Modules: 'layer4'." in said and "replaylens.probes(" in said
+
+
 # -- said clearly ------------------------------------------------------------------------------------------------------
 
 
@@ -508,6 +604,8 @@ def test_a_captured_model_may_be_watched_and_a_watched_one_captured():
         ({"layers": "0.waight"}, rl.NoSuchLayer, "'0.weight'"),
         ({"layers": "blocks.*"}, rl.NoSuchLayer, "no module and no parameter of this Sequential"),
         ({"layers": lambda module: False}, rl.NoSuchLayer, "is true of none of the 4 modules"),
+        ({"what": 5}, ValueError, "what=5 is nothing that can be watched"),
+        ({"layers": torch.ones(2)}, rl.NoSuchLayer, "is no parameter of this Sequential. Give it a name"),
         ({"layers": 3}, TypeError, "layers= takes addresses"),
         ({"layers": {"a": 3}}, TypeError, "takes a tensor or a module, not int"),
         ({"layers": [nn.ReLU()]}, rl.NoSuchLayer, "is no module of this Sequential"),

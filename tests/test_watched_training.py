@@ -35,8 +35,8 @@ CASES = [
     for name in LOOPS
     for kind in KINDS
 ]
-# What a mode or a tensor class of the user's is told of a followed forward is also what following takes.
-TOLD = {"function_mode", "dispatch_mode", "logging_subclass"}
+# What a tensor class of the user's is told of a followed forward is also what following takes.
+TOLD = {"logging_subclass"}
 
 
 @cache

@@ -60,8 +60,10 @@ main(config, int(ring), int(index), int(parent))
 ENVIRONMENT = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "VECLIB", "NUMEXPR")}
 LOOK = 0.5  # seconds between two looks whether it lives
 PATIENCE = 3.0  # seconds to end in
+PATIENCE_WITH = {"film": 6.0, "wandb": 20.0, "trackio": 20.0}  # by kind: what they write when they close takes longer
 FORCE = 0.2  # of them, to be ended by force
 MOST_WAITING = 1 << 20  # bytes of events for a child that does not read
+CLOSED = -1, 0  # in place of a page's version and the number of errors on this side
 UNHURRIED = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
 
 
@@ -177,7 +179,7 @@ class ProcessWorker:
 
     def end(self, deadline: float) -> str | None:
         with suppress(OSError):
-            self.tell(b"end")
+            self.tell(wire.end_line(deadline - time.monotonic()))
             while self._waiting and time.monotonic() < deadline - FORCE and self._process.poll() is None:
                 time.sleep(0.005)
                 self._send()
@@ -262,7 +264,7 @@ class ThreadWorker:
         return None if self._thread.is_alive() else self._error or "it ended"
 
     def end(self, deadline: float) -> str | None:
-        self.tell(b"end")
+        self.tell(wire.end_line(deadline - time.monotonic()))
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return "it did not end in time and is left behind" if self._thread.is_alive() else self._error
 
@@ -288,6 +290,8 @@ class Child:
     _deaths: int = field(default=0, init=False)
     _lost_events: int = field(default=0, init=False)
     _errors: dict[str, str] = field(factory=dict, init=False)
+    _told: dict[str, str] = field(factory=dict, init=False)  # of all errors, those that were given as news
+    _told_at: tuple[int, int] | None = field(default=None, init=False)
     _said: dict[str, Any] = field(factory=dict, init=False)
     _last: Status | None = field(default=None, init=False)
 
@@ -331,6 +335,20 @@ class Child:
             self._lost_events += 1
             self._errors["events"] = f"{self._lost_events} were lost: the child does not read"
 
+    def news(self) -> dict[str, str]:
+        """Errors that this has not given before: the first one of each sink, and that it is left alone; how the process
+        ended. Where there is none, this costs nothing.
+        """
+        page = self._page
+        at = (page.version, self._deaths + bool(self._lost_events)) if page is not None else CLOSED
+        if at == self._told_at:
+            return {}
+        self._told_at = at
+        now = self._status_of(page) if page is not None else self._last or Status()
+        news = {name: text for name, text in now.errors.items() if is_news(name, text, self._told.get(name))}
+        self._told.update(news)
+        return news
+
     def _tell(self, line: bytes) -> bool:
         with self._lock:
             try:
@@ -353,6 +371,7 @@ class Child:
             return
         self._deaths += 1
         worker.end(time.monotonic())
+        self._remove_files(page)
         self._worker, self._errors["process"] = None, how
         if self._deaths > 1 or (worker.has_failed_in_python and page.state == wire.STARTING):
             return
@@ -406,8 +425,12 @@ class Child:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def close(self, patience: float = PATIENCE) -> None:
-        """Have what was sent written, and end. Whatever a sink does, this takes no longer than `patience`."""
+    def close(self, patience: float | None = None) -> None:
+        """Have what was sent written, and end. Whatever a sink does, this takes no longer than `patience` seconds; how
+        many these are depends on the sinks, if it is not said.
+        """
+        if patience is None:
+            patience = max(PATIENCE_WITH.get(kind, PATIENCE) for kind in self.kinds)
         with self._lock:
             page, self._page = self._page, None
             worker, self._worker = self._worker, None
@@ -417,12 +440,27 @@ class Child:
         if how is not None:
             self._errors["process"] = how
         self._last = self._status_of(page)
+        self._remove_files(page)
+
+    def _remove_files(self, page: wire.StatusPage) -> None:
+        """Those that are of use only while the child lives: one that is ended by force leaves them."""
+        self._said = page.said() or self._said
+        for path in self._said.get("passing", ()):
+            with suppress(OSError):
+                os.unlink(path)
 
     def forget(self) -> None:
         """In a forked process: nothing reaches the child from here."""
         worker, self._worker, self._page = self._worker, None, None
         if worker is not None:
             worker.forget()
+
+
+def is_news(name: str, text: str, told: str | None) -> bool:
+    """Whether an error says more than the one that was told of this sink, or of the process."""
+    if told is None or name == "process":
+        return text != told
+    return text.endswith(wire.LEFT_ALONE) and not told.endswith(wire.LEFT_ALONE)
 
 
 _open_children: WeakSet[Child] = WeakSet()

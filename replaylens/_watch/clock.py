@@ -50,6 +50,7 @@ class OptimizerClock:
     before: Callable[[Optimizer, Closure | None], Closure | None]  # it may give another closure, to be run in its place
     after: Callable[[Optimizer, bool], None]  # True: it ran a closure
     step: int = 0  # those that have ended
+    others: Callable[[], list[torch.Tensor]] = list  # tensors that are watched as well, and no parameters of the model
     is_in_step: bool = False
     _sole: ReferenceType[Optimizer] | None = None  # the one that made the step before alone: nothing else is asked then
     _nests: bool = False  # some optimizer's step calls another one of its own
@@ -65,9 +66,10 @@ class OptimizerClock:
         before: Callable[[Optimizer, Closure | None], Closure | None],
         after: Callable[[Optimizer, bool], None],
         step: int = 0,
+        others: Callable[[], list[torch.Tensor]] = list,
     ) -> OptimizerClock:
         """A running clock, which begins with this step."""
-        clock = OptimizerClock(ref(model), before, after, step)
+        clock = OptimizerClock(ref(model), before, after, step, others)
         clock._handles.append(register_optimizer_step_pre_hook(clock._pre))
         clock._handles.append(register_optimizer_step_post_hook(clock._post))
         return clock
@@ -132,14 +134,16 @@ class OptimizerClock:
             return all(id(one) in own or one.grad is None for one in model.parameters())
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        """True if the optimizer trains a parameter of the model: asked once, and when it gets new groups."""
+        """True if the optimizer trains a parameter of the model, or a watched tensor: asked once, and when it gets new
+        groups.
+        """
         if optimizer in self._own:
             return True
         groups = len(optimizer.param_groups)
         model = self.model()
         if model is None or self._foreign.get(optimizer) == groups:
             return False
-        own = set(map(id, model.parameters()))
+        own = {*map(id, model.parameters()), *map(id, self.others())}
         if any(id(parameter) in own for parameter in parameters_of(optimizer)):
             self._own.add(optimizer)
             return True

@@ -51,7 +51,14 @@ from .._capture.recording import (
 from .._capture.scopes import is_listening
 from .._ir.autograd import history_of
 from .._ir.label import Label
-from .._ir.torch_private import compiler_if_loaded, graph_task, is_traced_by_jit
+from .._ir.torch_private import (
+    DeviceContext,
+    compiler_if_loaded,
+    count_dispatch_modes,
+    function_modes,
+    graph_task,
+    is_traced_by_jit,
+)
 from .._ir.util import cached_property, is_glob, matches
 from .._layers.naming import label_nodes
 
@@ -95,8 +102,9 @@ class FollowedForward:
         names: Sequence[str],
         seen: Callable[[str, torch.Tensor], Any],
         refused: Callable[[str], None],
+        only_training: bool = False,
     ) -> None:
-        self._model = ref(model)
+        self._model, self._only_training = ref(model), only_training
         self._names = tuple(dict.fromkeys(names))
         self._seen, self._refused = seen, refused
         self._found: set[str] = set()  # names that some forward had
@@ -147,6 +155,21 @@ class FollowedForward:
         self._is_closed = True
         self.disarm()
 
+    def takes_this(self) -> bool:
+        """True if the call of this moment is to be followed; without gradients, it is none of a training's."""
+        if self._only_training and not torch.is_grad_enabled():
+            return False
+        if has_foreign_modes():
+            self._report("a mode of yours (a TorchFunctionMode, a TorchDispatchMode) is on, which would see it.")
+            return False
+        return True
+
+    def _nearest_module(self, name: str) -> str:
+        model = self._model()
+        addresses = [address for address, _ in model.named_modules()] if model is not None else []
+        close = get_close_matches(name, addresses, n=2, cutoff=0.6)
+        return f" Modules: {', '.join(map(repr, close))}." if close else ""
+
     def _entry(self) -> ArmedCall | None:
         model = self._model()
         found = None if model is None else vars(model).get("_compiled_call_impl")
@@ -171,7 +194,7 @@ class FollowedForward:
             if places:
                 self._found.add(name)
             elif name not in self._found:
-                self._report(f"no operation is called {name!r}.{_nearest(name, path)}")
+                self._report(f"no operation is called {name!r}.{_nearest(name, path)}{self._nearest_module(name)}")
             for place in [place for place in places if id(place) not in seen]:
                 label = name if len(places) == 1 and name in place.names else place.names[0]
                 for way, value in place.values:
@@ -212,6 +235,11 @@ class FollowedForward:
             return
 
 
+def has_foreign_modes() -> bool:
+    """True if modes are on besides a default device."""
+    return count_dispatch_modes() > 0 or any(not isinstance(mode, DeviceContext) for mode in function_modes())
+
+
 class ArmedCall:
     """Stands as a module's `_compiled_call_impl` while its next call is to be followed."""
 
@@ -236,7 +264,7 @@ class ArmedCall:
         if graph_task() != -1 or is_traced_by_jit() is not None or is_listening():
             return []
         here = get_ident()
-        taken = [one for one in self.followers if one._thread == here]
+        taken = [one for one in self.followers if one._thread == here and one.takes_this()]
         self.followers = [one for one in self.followers if one not in taken]
         self.leave_if_idle()
         return taken

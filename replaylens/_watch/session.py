@@ -23,8 +23,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._ir.interrupts import after_fork
-from .._ir.torch_private import count_dispatch_modes, without_any_modes, without_function_modes
+from .._ir.torch_private import (
+    count_dispatch_modes,
+    without_any_modes,
+    without_function_modes,
+)
 from ..errors import UnsupportedModel
+from .child.wire import Sample
 from .child_process import Child
 from .clock import Closure, OptimizerClock, scaler_above
 from .followed_forward import FollowedForward
@@ -55,6 +60,7 @@ class Wishes:
     slots: int | None
     process: bool
     rng: str
+    patience: float | None  # seconds for the sinks to end in; None: as they need
     samples: bool  # False: only alarms
 
     @property
@@ -86,6 +92,7 @@ class Session:
     is_forked: bool = False  # then children and ring are those of another process
     is_closed: bool = False
     is_paused: bool = False
+    last: dict[tuple[str, str], Sample] = field(factory=dict)  # after the end, the newest of each name and kind
     sampler: Sampler = field(init=False)
     judged: Sampler | None = None  # of the activations that `when=` asks for
     _step: int = 0  # where no optimizer counts
@@ -94,6 +101,8 @@ class Session:
     _unfollowed: int = 0  # sampled steps in which the model itself was not called
     _ran: set[str] = field(factory=set)  # in this step, where forwards are the clock
     _just_armed: bool = False
+    _has_stepped: bool = False  # an optimizer
+    _put_at: int = -1  # the last step of which anything was sent
     _waiting: int = 0  # samples since the children were woken
     _handles: list[Any] = field(factory=list)
     _inner_handles: list[Any] = field(factory=list)
@@ -105,7 +114,14 @@ class Session:
         training = wishes.clock == "optimizer"
         self.scaler = wishes.scaler
         self.sampler = Sampler(
-            self.put, self.safely, wishes.kinds, self.targets, wishes.micro, training, scale=self.loss_scale
+            self.put,
+            self.safely,
+            wishes.kinds,
+            self.targets,
+            wishes.micro,
+            training,
+            scale=self.loss_scale,
+            is_unsure=self._may_be_scaled,
         )
 
     def start(self) -> None:
@@ -113,7 +129,9 @@ class Session:
         model, root = self.model(), self.root()
         assert model is not None and root is not None
         if self.wishes.clock == "optimizer":
-            self.clock = OptimizerClock.of(model, self._before_optimizer, self._after_optimizer, self._step)
+            self.clock = OptimizerClock.of(
+                model, self._before_optimizer, self._after_optimizer, self._step, self._single_tensors
+            )
         if self.wishes.clock == "forward" or self.keeper is not None:
             self.hook_roots()
         if self.wishes.clock == "forward":
@@ -153,6 +171,23 @@ class Session:
         self.sampler.disarm()
         if self.judged is not None:
             self.judged.disarm()
+
+    def pause(self) -> None:
+        """Nothing is sampled, until `resume`."""
+        self.is_paused = True
+        self.disarm()
+
+    def resume(self) -> None:
+        """Samples again: of the step that runs, if nothing of it was sampled yet."""
+        self.is_paused = False
+        if self.wishes.clock != "forward" and self._put_at != self.step:
+            self.begin(self.step)
+
+    def log(self, name: str, number: torch.Tensor) -> None:
+        """Send a number of the user's."""
+        if self.ring is not None and not self.is_over:
+            self.ring.put(number, name, "scalar", self.step, note=self.note)
+            self._sent()
 
     def change(self, targets: Targets) -> None:
         """Watch these, from the next sampled step on."""
@@ -210,6 +245,8 @@ class Session:
 
     def _end_sampled(self) -> None:
         was_armed, forwards = self.sampler.is_armed, self.sampler.forwards
+        for name, calls in self.sampler.too_few().items():
+            self.unseen[name] = f"step {self.sampler.number} had {calls} call{'s' if calls > 1 else ''} of this module."
         self.disarm()
         if self._waiting:
             self._wake()
@@ -249,6 +286,7 @@ class Session:
             return None
         if self.scaler is None and (self.sampler.is_armed or self.keeper is not None):
             self.scaler = scaler_above(sys._getframe())
+        self._has_stepped = True
         if self.keeper is not None and closure is None:
             self._judge(optimizer)
         if self.sampler.is_armed and self.ring is not None:
@@ -352,6 +390,7 @@ class Session:
         """Hand a tensor to the ring, and wake those who read it."""
         if self.ring is None or self.is_over:
             return
+        self._put_at = self.sampler.number
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()  # of a DTensor, this rank's part
         self.ring.put(tensor, name, kind, self.sampler.number, exact=exact, scaled=scaled, note=self.note)
@@ -408,7 +447,17 @@ class Session:
 
     def not_followed(self, why: str) -> None:
         """A forward could not be followed; it went on unseen."""
-        self.unseen["operations"] = why
+        if (known := self.unseen.get("operations", "")) and why in known:
+            return
+        self.unseen["operations"] = f"{known} {why}".strip()
+        say(f"operations: {why} replaylens.probes(model, ...) lists what can be watched.")
+
+    def _single_tensors(self) -> list[torch.Tensor]:
+        return [tensor for one in self.targets.tensors if (tensor := one.tensor()) is not None]
+
+    def _may_be_scaled(self) -> bool:
+        """In the first step of a training under autocast nobody has met its GradScaler yet, if it has one."""
+        return self.scaler is None and self.clock is not None and not self._has_stepped and self.sampler.saw_autocast
 
     def loss_scale(self) -> float:
         """By which a GradScaler multiplied the loss; 1 if none is known."""
@@ -426,11 +475,16 @@ class Session:
                 return work(*given)
         except Exception as error:
             self.faults[name] = f"{type(error).__name__}: {error}"
-            with suppress(Exception):
-                print(f"replaylens: {name} is no longer watched: {self.faults[name]}", file=sys.stderr)
+            say(f"{name} is no longer watched: {self.faults[name]}")
             return None
         finally:
             self.seconds += perf_counter() - began
+
+
+def say(text: str) -> None:
+    """Tell whoever trains, on standard error. It does no harm where there is none."""
+    with suppress(Exception):
+        print(f"replaylens: {text}", file=sys.stderr)
 
 
 _running: WeakSet[Session] = WeakSet()

@@ -42,6 +42,15 @@ OFFERED = """\
 
 
 def to_path(path: str | os.PathLike[str]) -> Path:
+    """A path of this machine."""
+    text = os.fspath(path)
+    if not text:
+        raise ValueError("a sink has an empty path. Give a file or a folder.")
+    if scheme := re.match(r"[A-Za-z][\w+.\-]+:/", text):  # one letter is a drive; Path("s3://x") is s3:/x
+        raise ValueError(
+            f"sink={text!r}: {scheme[0]}/... is not of this machine, and sinks write to its files alone. Give a path, "
+            "and copy the files afterwards."
+        )
     return Path(path)
 
 
@@ -131,11 +140,13 @@ def specs_of(sink: Any, folder: str | Path = "runs") -> list[Spec]:
 
 def of_text(text: str, folder: Path) -> Spec:
     """A sink by scheme, by suffix, or as `module:name`."""
+    if not text:
+        raise unknown(text)
     scheme, colon, rest = text.partition(":")
     if scheme == "live":
         return spec("live", port=port_of(text, rest) if colon else None)
     if scheme == "tensorboard":
-        return spec("tensorboard", folder=writable(Path(rest or folder / "tensorboard")))
+        return spec("tensorboard", folder=writable(rest or folder / "tensorboard"))
     if scheme in SERVICES:
         return spec(scheme, own_process=True, project=rest or "replaylens")
     if Path(text).suffix.lower() in FILES:
@@ -144,6 +155,7 @@ def of_text(text: str, folder: Path) -> Spec:
         return of_path(str(folder / f"watch.{text}"), text)
     if colon and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text):
         return of_target(text)
+    to_path(text)  # may have more to say
     raise unknown(text)
 
 
@@ -152,7 +164,7 @@ def of_path(path: str, given: object) -> Spec:
     kind = FILES.get(Path(path).suffix.lower())
     if kind is None:
         raise unknown(given)
-    return Film(path).spec() if kind == "film" else spec(kind, path=writable(Path(path)))
+    return Film(path).spec() if kind == "film" else spec(kind, path=writable(path))
 
 
 def unknown(given: object) -> ValueError:
@@ -166,9 +178,9 @@ def port_of(text: str, port: str) -> int:
     return int(port)
 
 
-def writable(path: Path) -> str:
+def writable(path: str | Path) -> str:
     """The path, absolute: the training may go to another folder later. It must be possible to make files there."""
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.abspath(to_path(path)))
     nearest = next(parent for parent in path.parents if parent.exists())
     if not nearest.is_dir():
         raise NotADirectoryError(f"{str(path)!r} cannot be written: {str(nearest)!r} is a file. Give another folder.")
@@ -195,11 +207,17 @@ ALSO = "Put its folder there, or give the class or function itself: it then runs
 
 def of_own(given: Any) -> Spec:
     """A class or function: by its name where a new process can import it, else as it is, in a thread."""
-    label = f"{getattr(given, '__module__', '?')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
     reason = why_not_imported(given)
     if reason is None:
-        return of_target(label)
+        return of_target(f"{given.__module__}:{given.__qualname__}")
+    label = label_of(given)
     return own(label, reason=f"{label} {reason}", object=given)
+
+
+def label_of(given: Any) -> str:
+    """What its author calls it: `Largest`, `list.append`, `print`."""
+    name: str = getattr(given, "__qualname__", type(given).__qualname__)
+    return name.rpartition("<locals>.")[2].strip("<>")
 
 
 def own(label: str, reason: str | None = None, **options: Any) -> Spec:

@@ -28,11 +28,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._ir.torch_private import graph_task, peek_interpreter_stack
+from .._ir.torch_private import graph_task, is_any_autocast_on, peek_interpreter_stack
 from .clock import parameters_of
 from .targets import FORWARD_KINDS, ModuleTarget, Targets
 
 MOST_PASSES = 64  # of one module in one step
+MOST_EARLY = 64 << 20  # bytes of gradients that wait for the optimizer, to learn their scale
 _DEPTH = 8  # of containers in what a module takes or gives
 
 
@@ -104,6 +105,8 @@ class Sampler:
     only_training: bool = True  # forwards without gradients are not the training's
     takes: Callable[[str], bool] = lambda name: True  # what is due in this step
     scale: Callable[[], float] = lambda: 1.0  # by which a GradScaler multiplied the loss
+    is_unsure: Callable[[], bool] = lambda: False  # of that scale: there may be a scaler that nobody has met yet
+    saw_autocast: bool = False
     forwards: int = 0  # of watched modules, that were sampled
     number: int = -1  # of the sampled step; -1 between
     _is_open: bool = False  # forwards are sampled
@@ -112,6 +115,7 @@ class Sampler:
     _handles: list[Any] = field(factory=list)
     _without_hooks: dict[int, list[ModuleTarget]] = field(factory=dict)  # modules that get none of their own, by id
     _before: dict[str, torch.Tensor] = field(factory=dict)  # weights before the step
+    _early: list[tuple[str, torch.Tensor]] = field(factory=list)  # gradients of an unknown scale
     _marks_end: bool = False  # a hook waits for the backward pass that ends the first micro-batch
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -162,6 +166,7 @@ class Sampler:
 
     def disarm(self) -> None:
         """Take all hooks off."""
+        self._send_early()
         self.number, self._is_open = -1, False
         for handle in self._handles:
             handle.remove()
@@ -172,6 +177,16 @@ class Sampler:
     def is_armed(self) -> bool:
         """True while a step is sampled."""
         return self.number >= 0
+
+    def too_few(self) -> dict[str, int]:
+        """The names of calls that were not made in this step, and how many were."""
+        wanted = [one for one in self.targets.modules if one.passes is not None and self._passes[one.address]]
+        return {
+            f"{one.name}:{number}": self._passes[one.address]
+            for one in wanted
+            for number in one.passes or ()
+            if number > self._passes[one.address]
+        }
 
     @property
     def is_done(self) -> bool:
@@ -251,6 +266,7 @@ class Sampler:
         self, tensor: torch.Tensor, name: str, is_kept: bool = False, is_meant: Sequence[bool] = (True,)
     ) -> None:
         """Also tells where the first micro-batch ends: at its backward pass."""
+        self.saw_autocast = self.saw_autocast or is_any_autocast_on()
         handle = tensor.register_hook(Tap(partial(self._gradient, name, self.number, is_meant)))
         if tensor.is_leaf or is_kept:
             self._handles.append(handle)  # others go with the graph
@@ -266,11 +282,22 @@ class Sampler:
             self.safely(name, self._put_gradient, gradient, name)
 
     def _put_gradient(self, gradient: torch.Tensor, name: str) -> None:
+        if self.is_unsure():
+            self._early.append((name, gradient.detach().clone()))
+            if sum(one.nbytes for _, one in self._early) > MOST_EARLY:
+                self._send_early()
+            return
         scale = self.scale()
         if scale != 1.0:
             with torch.no_grad():
                 gradient = gradient / scale
         self.put(gradient, name, "grad")
+
+    def _send_early(self) -> None:
+        early, self._early = self._early, []
+        scale = self.scale() if early else 1.0
+        for name, gradient in early:
+            self.safely(name, self.put, gradient / scale if scale != 1.0 else gradient, name, "grad")
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -280,6 +307,7 @@ class Sampler:
         """Hand on the weights that this optimizer is about to change, and their gradients, unless a closure is yet to
         compute them.
         """
+        self._send_early()
         is_scaled = getattr(optimizer, "grad_scale", None) is not None  # a fused one divides by itself
         own = {id(parameter) for parameter in parameters_of(optimizer)}
         for name, parameter in self._due_parameters():

@@ -21,6 +21,7 @@ from .._edit.select import Selection, Where
 from .._ir.label import Label
 from .._ir.torch_private import compiler_if_loaded
 from .._ir.util import is_glob, matches
+from .._layers.layer import Layer
 from ..errors import NoSuchLayer
 from .followed_forward import ArmedCall
 
@@ -41,7 +42,7 @@ _OTHER_WORDS = {
 
 def kinds_of(what: Any) -> tuple[str, ...]:
     """The kinds of values that `what=` means, in one order."""
-    words = [what] if isinstance(what, str) else list(what)
+    words = list(what) if isinstance(what, (list, tuple, set, frozenset)) else [what]
     found: set[str] = set()
     for word in words:
         if word not in KINDS and word not in _OTHER_WORDS:
@@ -70,6 +71,26 @@ class ModuleTarget:
         """What its values are called: the address; of the model itself, its class."""
         module = self.module()
         return self.label or self.address or ("" if module is None else type(module).__name__)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of each of the calls that are meant."""
+        if self.passes is None:
+            return (self.name,)
+        return tuple([self.name if number == 1 else f"{self.name}:{number}" for number in sorted(self.passes)])
+
+    def with_passes_of(self, other: ModuleTarget) -> ModuleTarget:
+        """This module, with the calls that either means."""
+        several = None if self.passes is None or other.passes is None else self.passes | other.passes
+        return evolve(self, passes=several, has_values=self.has_values or other.has_values)
+
+
+def _merged(targets: Iterable[ModuleTarget]) -> tuple[ModuleTarget, ...]:
+    """Each module once."""
+    found: dict[str, ModuleTarget] = {}
+    for one in targets:
+        found[one.address] = found[one.address].with_passes_of(one) if one.address in found else one
+    return tuple(found.values())
 
 
 @frozen(eq=False)
@@ -107,7 +128,7 @@ class Targets:
     def names(self) -> tuple[str, ...]:
         """All names, as samples have them."""
         every: Iterable[Any] = chain(
-            [one.name for one in self.modules if one.has_values],
+            [name for one in self.modules if one.has_values for name in one.names],
             [one.address for one in self.parameters],
             [one.name for one in self.tensors],
             self.nodes,
@@ -117,7 +138,7 @@ class Targets:
     def __add__(self, other: Targets) -> Targets:
         """Both, each target once."""
         return Targets(
-            tuple({(one.address, one.passes): one for one in (*self.modules, *other.modules)}.values()),
+            _merged((*self.modules, *other.modules)),
             tuple({one.address: one for one in (*self.parameters, *other.parameters)}.values()),
             tuple({one.name: one for one in (*self.tensors, *other.tensors)}.values()),
             tuple(dict.fromkeys((*self.nodes, *other.nodes))),
@@ -213,7 +234,11 @@ def _keys(layers: Any) -> Iterator[Any]:
         yield from layers.labels
     elif isinstance(layers, Mapping):
         yield from layers.items()
-    elif isinstance(layers, (str, nn.Module, Where)) or callable(layers) or not isinstance(layers, Iterable):
+    elif (
+        isinstance(layers, (str, nn.Module, torch.Tensor, Where, Layer))
+        or not isinstance(layers, Iterable)
+        or callable(layers)
+    ):
         yield layers
     else:
         for key in layers:
@@ -255,6 +280,10 @@ class ModuleTree:
             return self._single(*key)
         if isinstance(key, nn.Module):
             return Targets((self._module(self._address_of(key)),))
+        if isinstance(key, torch.Tensor):
+            return Targets(parameters=(self._parameter(self._address_of_tensor(key)),))
+        if isinstance(key, Layer):
+            return Targets(nodes=(key.label,))
         if isinstance(key, str):
             return self._named(key)
         if callable(key) and not isinstance(key, Where):
@@ -279,6 +308,15 @@ class ModuleTree:
         raise NoSuchLayer(
             f"a {type(module).__name__} in layers= is no module of this {type(self.model).__name__}. "
             "Watch it by itself: replaylens.watch(that_module)."
+        )
+
+    def _address_of_tensor(self, tensor: torch.Tensor) -> str:
+        for address, (module, key) in self.parameters.items():
+            if module._parameters[key] is tensor:
+                return address
+        raise NoSuchLayer(
+            f"a tensor {tuple(tensor.shape)} in layers= is no parameter of this {type(self.model).__name__}. "
+            "Give it a name: layers={'mine': tensor}."
         )
 
     def _single(self, name: str, value: Any) -> Targets:

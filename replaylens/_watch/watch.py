@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep, strftime, time
@@ -27,13 +28,14 @@ from .child_process import Child, start_children
 from .followed_forward import FollowedForward, why_not
 from .keeper import Keeper
 from .ring import Ring
-from .session import Session, Wishes
+from .session import Session, Wishes, say
 from .sink_specs import specs_of
 from .step_file import Step
 from .targets import (
     COMPILED,
     FORWARD_KINDS,
     SCRIPTED,
+    WEIGHT_KINDS,
     Schedule,
     Targets,
     kinds_of,
@@ -69,6 +71,7 @@ def watch(
     process: bool = True,
     rng: str = "torch",
     ranks: str = "first",
+    patience: float | None = None,
 ) -> Watch:
     """Watch a model while it is trained, from outside of the loop; returns a Watch, to be used in a `with` or closed.
 
@@ -96,6 +99,7 @@ def watch(
         slots=None if slots is None else _at_least(2, "slots", slots),
         process=process,
         rng=_one_of("rng", rng, ("torch", "all")),
+        patience=patience,
         samples=not only_alarms and (ranks == "all" or _rank() == 0),
     )
     return Watch(model, layers, wishes, _default_sink(wishes.folder) if sink is None else sink)
@@ -171,7 +175,7 @@ class Watch:
         ring = session.ring
         return WatchStats(
             session.step,
-            session.sampled,
+            session.sampled + (session.sampler.is_armed and session.sampler.forwards > 0),
             ring.sent if ring is not None else 0,
             ring.refused if ring is not None else 0,
             session.seconds,
@@ -186,14 +190,25 @@ class Watch:
 
     def latest(self, name: str = "", what: str = "activation") -> Sample:
         """The newest sample of a name: its values as a numpy array, its step, its shape."""
-        session = self._session
-        found = None if session.ring is None else session.ring.latest(self._sample_name(name), what)
+        session, sample_name = self._session, self._sample_name(name)
+        if session.is_closed:
+            found = session.last.get((sample_name, what))
+        else:
+            found = None if session.ring is None else session.ring.latest(sample_name, what)
         if found is None:
-            raise NoSuchLayer(
-                f"no sample of {what} {name!r} is at hand: it is not watched ({', '.join(self.names[:5])}, ... are), "
-                "not sampled yet, or overwritten since; slots= keeps more."
-            )
+            raise NoSuchLayer(f"no sample of {what} {name!r} is at hand: {self._why_none(sample_name, what)}.")
         return found
+
+    def _why_none(self, name: str, what: str) -> str:
+        kinds = self._session.wishes.kinds
+        if what not in kinds and what != "scalar":
+            return f"this watch has what={kinds}"
+        owner = name.partition("[")[0]
+        known = {owner, owner.partition(":")[0]}.intersection(self.names) or what in (*WEIGHT_KINDS, "scalar")
+        if not known and not self._session.targets.nodes:
+            close = get_close_matches(name, self.names, n=3, cutoff=0.4) or list(self.names[:3])
+            return f"it is not watched. The nearest are {', '.join(map(repr, close))}"
+        return "it was not sampled yet, or overwritten since; slots= keeps more"
 
     def _sample_name(self, name: str) -> str:
         targets = self._session.targets.modules
@@ -208,18 +223,26 @@ class Watch:
 
     def note(self, text: str) -> None:
         """A remark: it marks this moment, and all samples from now on carry it."""
-        self._session.note = str(text)
+        self._open().note = str(text)
         self._tell("note", text=str(text))
+
+    def log(self, **numbers: Any) -> None:
+        """Numbers of yours beside the samples, such as `w.log(loss=loss, lr=0.1)`: sent at once, in any step."""
+        session = self._open()
+        for name, value in numbers.items():
+            number = torch.as_tensor(value)
+            if number.numel() != 1:
+                raise ValueError(f"log({name}=...) takes one number, not a tensor {tuple(number.shape)}.")
+            session.log(name, number.detach().reshape(()))
 
     def pause(self) -> None:
         """No samples until `resume()`. Steps are counted on."""
-        self._session.is_paused = True
-        self._session.disarm()
+        self._open().pause()
         self._tell("pause")
 
     def resume(self) -> None:
-        """Samples again, from the next step on."""
-        self._session.is_paused = False
+        """Samples again: from this step on if nothing of it was sampled, else from the next."""
+        self._open().resume()
         self._tell("resume")
 
     @contextmanager
@@ -271,6 +294,11 @@ class Watch:
         self._finalizer.detach()
         _close(self._session)
 
+    def _open(self) -> Session:
+        if self._session.is_over:
+            raise ValueError("this watch is closed, or its model is gone.")
+        return self._session
+
     def _tree(self) -> nn.Module:
         tree = self._session.model()
         if tree is None or self._session.is_over:
@@ -282,6 +310,7 @@ class Watch:
             child.event(kind, step=self._session.step, **facts)
 
     def __enter__(self) -> Watch:
+        self._open()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -366,7 +395,10 @@ def _follow(session: Session, tree: nn.Module) -> None:
         session.follower.close()
         session.follower = None
     if session.targets.nodes:
-        session.follower = FollowedForward(tree, session.targets.nodes, session.followed, session.not_followed)
+        only_training = session.wishes.clock == "optimizer"
+        session.follower = FollowedForward(
+            tree, session.targets.nodes, session.followed, session.not_followed, only_training
+        )
 
 
 def _keep_steps(session: Session, tree: nn.Module) -> None:
@@ -377,8 +409,7 @@ def _keep_steps(session: Session, tree: nn.Module) -> None:
 
     def told(step: Step) -> None:
         where = f"Written to {step.path}" if step.path else f"It could not be written: {'; '.join(step.why)}"
-        with suppress(Exception):
-            print(f"replaylens: step {step.number}: {step.reason}. {where}.", file=sys.stderr)
+        say(f"step {step.number}: {step.reason}. {where}.")
         for child in session.children:
             child.event("alarm", step=step.number, reason=step.reason, path=str(step.path))
 
@@ -394,10 +425,14 @@ def _close(session: Session) -> None:
     session.stop()
     if session.keeper is not None:
         session.safely("steps", session.keeper.close)
-    ends = [Thread(target=child.close, daemon=True) for child in session.children]
+    patience = () if session.wishes.patience is None else (session.wishes.patience,)
+    ends = [Thread(target=child.close, args=patience, daemon=True) for child in session.children]
     for end in ends:
         end.start()
     for end in ends:
         end.join()
     if session.ring is not None:
+        reader = session.ring.reader()
+        while (sample := reader.take()) is not None:
+            session.last[sample.name, sample.what] = sample
         session.ring.close()

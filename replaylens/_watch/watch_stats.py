@@ -56,7 +56,7 @@ class WatchStats:
             f"step {self.step:,}: {self.sampled_steps:,} steps sampled, {self.sent:,} samples sent{refused}, "
             f"{self.seconds:.3g} s of the training's time",
             *[f"  {one}".replace("\n", "\n  ") for one in self.sinks],
-            *[f"  {name} is not watched: {why}" for name, why in self.unseen.items()],
+            *[f"  not seen ({name}): {why}" for name, why in self.unseen.items()],
             *[f"  {name} failed: {why}" for name, why in self.faults.items()],
         ]
         return "\n".join(lines)

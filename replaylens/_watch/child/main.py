@@ -24,13 +24,12 @@ from .sinks import make_sink
 
 TICK = 0.5  # seconds: is the training still there?
 FLUSH = 1.0
-DRAIN = 1.5  # to read what is left, where the training waits for it
-CUT_OFF = 1.0  # where it is gone
+DRAIN = 0.5  # of the time that the training waits: to read what is left
+CUT_OFF = 1.0  # to read it, where the training is gone
 LAST_SAMPLE = 1.0  # more, for a sink that is in the middle of one
-LAST_WORDS = 8.0  # more, to close; where the training lives, it waits less
+LAST_WORDS = 8.0  # more, to close
 PATIENCE = 3  # faults in a row
 MOST_TOLD = 64 * 1024  # bytes on standard error
-END = b"end"
 
 
 class Inbox:
@@ -39,7 +38,8 @@ class Inbox:
     def __init__(self) -> None:
         self.lines: deque[bytes] = deque()
         self.news = threading.Event()
-        self.is_over = self.is_awaited = False
+        self.is_over = False
+        self.patience: float | None = None  # seconds that the training waits for the end
 
     def listen(self, descriptor: int) -> None:
         """Take lines until there will be no more: the work of a thread."""
@@ -52,10 +52,13 @@ class Inbox:
 
     def tell(self, lines: Sequence[bytes]) -> None:
         """Lines that have arrived."""
-        self.lines.extend(line for line in lines if line and line != END)
-        if END in lines:
-            self.is_awaited = True
-            self.end()
+        for line in filter(None, lines):
+            patience = wire.patience_of(line)
+            if patience is None:
+                self.lines.append(line)
+            else:
+                self.patience = patience
+                self.end()
         self.news.set()
 
     def end(self) -> None:
@@ -66,7 +69,7 @@ class Inbox:
     @property
     def time_left(self) -> float:
         """How long what was sent may be read, after the end."""
-        return DRAIN if self.is_awaited else CUT_OFF
+        return CUT_OFF if self.patience is None else DRAIN * self.patience
 
 
 class Guarded:
@@ -104,7 +107,7 @@ class Guarded:
         text = f"{place}: {type(error).__name__}: {error}"
         if count >= patience:
             self.sink = None
-            text += " (it is left alone now)"
+            text += wire.LEFT_ALONE
         self._faulty(self.name, text)
 
 
@@ -230,7 +233,8 @@ class Loop:
         sinks = {one.name: one.sink for one in self._sinks if one.sink is not None}
         url = next((sink.url for sink in sinks.values() if getattr(sink, "url", None)), None)
         paths = {name: str(sink.path) for name, sink in sinks.items() if getattr(sink, "path", None)}
-        self._page.say({"errors": self._errors, "url": url, "paths": paths})
+        passing = [str(sink.url_file) for sink in sinks.values() if getattr(sink, "url_file", None)]
+        self._page.say({"errors": self._errors, "url": url, "paths": paths, "passing": passing})
 
     def _facts(self) -> dict[str, Any]:
         """For a sink that shows them."""
@@ -261,7 +265,7 @@ def main(config: Mapping[str, Any], ring: int, index: int, parent: int) -> None:
     _end_on_signals(inbox)
     pages = [wire.StatusPage(memory, number) for number in range(len(config["run"].get("readers", ())))]
     loop = Loop(wire.Reader(memory, page.cursor), page, inbox, lambda: _chores(inbox, parent), pages)
-    threading.Thread(target=_live_and_die, args=(inbox, loop), name="replaylens-lifeline", daemon=True).start()
+    threading.Thread(target=_live_and_die, args=(inbox, loop, parent), name="replaylens-lifeline", daemon=True).start()
     loop.run(config["specs"], config["run"])
 
 
@@ -276,10 +280,13 @@ def _end_on_signals(inbox: Inbox) -> None:
             signal.signal(getattr(signal, name), end)
 
 
-def _live_and_die(inbox: Inbox, loop: Loop) -> None:
-    """Listen as long as the training lives. Then no sink may hold up the end."""
+def _live_and_die(inbox: Inbox, loop: Loop, parent: int) -> None:
+    """Listen as long as the training lives. Then no sink may hold up the end: who waits for it ends it by force."""
     inbox.listen(0)
-    time.sleep(inbox.time_left + LAST_SAMPLE)
+    deadline = time.monotonic() + (inbox.patience or 0.0)
+    while time.monotonic() < deadline and os.getppid() == parent:
+        time.sleep(TICK)
+    time.sleep(CUT_OFF + LAST_SAMPLE)
     if loop.is_closing:
         time.sleep(LAST_WORDS)
     os._exit(os.EX_UNAVAILABLE)

@@ -219,6 +219,7 @@ class Reader:
 # -- what a child says of itself ---------------------------------------------------------------------------------------
 
 STARTING, READY, ENDED = range(3)  # states
+LEFT_ALONE = " (it is left alone now)"  # ends the text of a sink's last error
 _TEXT_AT = 128
 
 
@@ -241,7 +242,7 @@ class StatusPage:
     received, dropped, faults = _Word(0), _Word(1), _Word(2)
     state, is_asleep, wants_pause = _Word(3), _Word(4), _Word(5)
     cursor = _Word(6)  # where a child that is started again goes on
-    _version, _length = _Word(7), _Word(8)
+    version, _length = _Word(7), _Word(8)  # the first: of the texts; odd while they are written
 
     def __init__(self, memory: mmap, index: int) -> None:
         if not 0 <= index < CHILDREN:
@@ -260,16 +261,16 @@ class StatusPage:
                 break
         else:
             return
-        self._version += 1  # odd: in work
+        begun = self.version = (self.version + 1) | 1  # also where the one before was killed in its work
         self._bytes[_TEXT_AT : _TEXT_AT + len(text)] = text
         self._length = len(text)
-        self._version += 1
+        self.version = begun + 1
 
     def said(self) -> dict[str, Any] | None:
         """The texts; None while they are written."""
-        version = self._version
+        version = self.version
         text = bytes(self._bytes[_TEXT_AT : _TEXT_AT + min(self._length, PAGE)])
-        if version % 2 or version != self._version:
+        if version % 2 or version != self.version:
             return None
         facts: dict[str, Any] = json.loads(text) if text else {}
         return facts
@@ -278,6 +279,19 @@ class StatusPage:
         """Let go of the memory."""
         self.words.release()
         self._bytes.release()
+
+
+# -- what the training tells -------------------------------------------------------------------------------------------
+
+
+def end_line(patience: float) -> bytes:
+    """The last line: everything was sent, and so many seconds will be waited."""
+    return f"end {max(patience, 0.0):.3f}".encode()
+
+
+def patience_of(line: bytes) -> float | None:
+    """The seconds, if it is that line."""
+    return float(line[4:]) if line.startswith(b"end ") else None
 
 
 def names_of(specs: Sequence[Mapping[str, Any]]) -> list[str]:
