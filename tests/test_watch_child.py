@@ -141,7 +141,7 @@ def test_all_samples_arrive_and_counts_say_so(tmp_path):
         now = child.status
         assert (now.received, now.dropped, now.faults, now.errors) == (60, 0, 0, {}) and now.alive and now.ready
         assert now.paths == {"jsonl": str(tmp_path / "run.jsonl")}
-        assert [one["step"] for one in lines(tmp_path / "run.jsonl")] == [*range(60)]
+        until(lambda: [one["step"] for one in lines(tmp_path / "run.jsonl")] == [*range(60)])
     ended = child.status
     assert (ended.received, ended.dropped, ended.alive, ended.errors) == (60, 0, False, {})
     assert str(child.stats()) == "jsonl: 60 received, ended"
@@ -374,6 +374,123 @@ def test_a_hung_sink_holds_up_nobody_and_is_ended_by_force(tmp_path, module):
     assert (made[1].status.received, made[1].status.dropped) == (1, 199)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert len(lines(tmp_path / "run.jsonl")) == made[0].status.received
+
+
+def test_a_tracker_has_longer_to_end_than_a_sink_of_ones_own(tmp_path, module):
+    hangs = module("""
+        import time
+        class Sink:
+            def close(self): time.sleep(1000)
+            def sample(self, sample): pass
+    """)
+    slow = module("""
+        import time
+        class Sink:
+            def sample(self, sample): pass
+            def close(self):
+                time.sleep(3.5)
+                open(OUT, "w").write("closed")
+    """)
+    ring = Ring()
+    made = start_children(ring, [spec for sink in (hangs, slow) for spec in specs_of(sink)])
+    made[1].specs[0]["kind"] = "wandb"  # in this process only: what it writes at its end takes as long
+    assert all(child.wait_until_ready() for child in made)
+    send(ring, made)
+    began = time.monotonic()
+    made[0].close()
+    assert 2.5 < time.monotonic() - began < 4
+    made[1].close()
+    ring.close()
+    assert made[0].status.errors["process"].startswith("it did not end in time and was killed")
+    assert made[1].status.errors == {} and told(tmp_path) == ["closed"]
+
+
+def test_who_waits_longer_loses_nothing_of_a_slow_sink(tmp_path, module):
+    slow = module("""
+        import time
+        def sink(sample):
+            time.sleep(0.06)
+            print(sample.step, file=open(OUT, "a"))
+    """, "sink")  # fmt: skip
+    with children(slow, patience=20.0) as (ring, [child]):
+        send(ring, [child], range(40))
+    assert (child.status.received, child.status.dropped) == (40, 0)
+    assert told(tmp_path) == [str(step) for step in range(40)]
+
+
+def test_an_orphan_does_not_wait_as_long_as_its_parent_wished(tmp_path, module):
+    hangs = module("class Sink:\n    def sample(self, sample): __import__('time').sleep(1000)\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, threading, torch\nfrom replaylens._watch.child_process import start_children\n"
+        "from replaylens._watch.ring import Ring\nfrom replaylens._watch.sink_specs import specs_of\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\nring = Ring()\n"
+        f"[child] = start_children(ring, specs_of({hangs!r}))\nchild.wait_until_ready()\n"
+        "ring.put(torch.ones(3), 'layer', 'grad', 0)\nchild.wake()\n"
+        "while not child.status.received: pass\n"
+        "print(child._worker._process.pid, flush=True)\n"
+        "threading.Timer(0.3, lambda: os._exit(0)).start()\nchild.close(600)\n"
+    )
+    said = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    until(lambda: not Path(f"/proc/{int(said)}").exists(), 8.0)
+
+
+def test_errors_are_news_once(tmp_path, module):
+    sink = module("""
+        import os
+        class Sink:
+            def sample(self, sample):
+                if sample.step == 9: os.abort()
+                raise ValueError(f"not step {sample.step}")
+    """)
+    with children([sink, tmp_path / "run.jsonl"], slots=1024) as (ring, [plain, own]):
+        assert plain.news() == own.news() == {}
+        send(ring, [plain, own], range(1))
+        until(lambda: own.status.faults)
+        assert own.news() == {sink: "sample: ValueError: not step 0"} and own.news() == {}
+        send(ring, [plain, own], range(1, 2))
+        until(lambda: own.status.faults == 2)
+        assert own.news() == {}  # the same again
+        send(ring, [plain, own], range(2, 5))
+        until(lambda: own.status.faults == 3)
+        assert own.news() == {sink: "sample: ValueError: not step 2 (it is left alone now)"} and own.news() == {}
+        os.kill(process_of(own), signal.SIGKILL)
+        until(lambda: own.status.errors.get("process"))
+        assert own.news() == {"process": "it was ended by SIGKILL; started again"}
+        assert own.wait_until_ready()
+        send(ring, [plain, own], [9])
+        until(lambda: not own.status.alive)
+    assert own.news()["process"].startswith("it was ended by SIGABRT") and own.news() == plain.news() == {}
+
+
+def test_what_went_wrong_at_the_end_is_news_after_it(module):
+    sink = module("class Sink:\n    def sample(self, sample): pass\n    def close(self): 1 / 0\n")
+    with children(sink) as (ring, [child]):
+        send(ring, [child])
+        assert child.news() == {}
+    assert child.news() == {sink: "close: ZeroDivisionError: division by zero"} and child.news() == {}
+
+
+def test_to_ask_for_news_costs_next_to_nothing(tmp_path):
+    with children(tmp_path / "run.jsonl") as (_, [child]):
+        child.news()
+        began = time.perf_counter()
+        for _ in range(1000):
+            child.news()
+        assert time.perf_counter() - began < 0.02
+
+
+def test_the_address_of_a_killed_page_is_in_no_file_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with children("live") as (_, [child]):
+        assert len(list(tmp_path.glob("*.url"))) == 1
+        os.kill(process_of(child), signal.SIGKILL)
+        until(lambda: "started again" in child.status.errors.get("process", ""))
+        assert child.wait_until_ready()
+        [path] = tmp_path.glob("*.url")
+        assert path.read_text().strip() == child.status.url
+        os.kill(process_of(child), signal.SIGKILL)
+    assert not list(tmp_path.glob("*.url"))
 
 
 def test_a_slow_sink_loses_samples_and_no_other_does(tmp_path, module):
