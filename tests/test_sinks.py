@@ -188,6 +188,21 @@ def test_json_lines_hold_everything_but_nan(tmp_path):
     assert lines[-1]["facts"]["at"][1][0] == "inf"
 
 
+def test_samples_are_told_from_events_by_the_key_of_an_event(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    made = sink("jsonl", tmp_path, path=str(tmp_path / "run.jsonl"))
+    for step in range(3):
+        give(made, [1.0, NAN, step], step=step)
+        made.event(Event("note", step, 1.0, {"text": "half"}))
+    made.close()
+    table = pandas.read_json(made.path, lines=True)
+    samples = table[table.event.isna()]
+    assert (
+        list(samples.step) == [0, 1, 2] and list(samples["mean"]) == [0.5, 1.0, 1.5] and list(samples.nans) == [1] * 3
+    )
+    assert list(table[table.event == "note"].facts) == [{"text": "half"}] * 3
+
+
 def test_csv_has_the_same_columns_in_each_row(tmp_path):
     made = sink("csv", tmp_path)
     for values in EVERYTHING.values():
@@ -732,7 +747,22 @@ def test_a_class_of_the_program_that_runs_is_called_in_a_thread(tmp_path):
         "for given in (Mine, '__main__:Mine'):\n    print(specs_of(given)[0]['in_thread'])\n"
     )
     said = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
-    assert said == "__main__:Mine is defined in the program that runs, which a new process does not import\n" * 2
+    assert said == "Mine is defined in the program that runs, which a new process does not import\n" * 2
+
+
+def test_a_sink_of_ones_own_is_called_what_its_author_calls_it():
+    made: dict = {}
+    exec("class S:\n    def sample(self, sample): ...\ndef mysink(sample): ...", made)  # in a cell, say
+
+    def inside(sample): ...
+
+    for given, name in (
+        ([].append, "list.append"), (print, "print"), (made["mysink"], "mysink"), (made["S"], "S"), (made["S"](), "S"),
+        (inside, "inside"), (lambda sample: None, "lambda"), (Everything().sample, "Everything.sample"),
+        (Everything, f"{OURS}:Everything"), (one_argument, f"{OURS}:one_argument"),
+    ):  # fmt: skip
+        [spec] = specs_of(given)
+        assert spec["options"]["label"] == name and (spec["in_thread"] or name).startswith(name)
 
 
 def test_a_class_without_methods_is_no_sink():
@@ -788,6 +818,11 @@ def test_films_offer_what_is_drawn():
         ("live:70000", ValueError, "'70000' is no port."),
         ("nowhere_at_all:Class", ValueError, "there is no module 'nowhere_at_all' on sys.path. Put its folder there"),
         ("json:Nothing", ValueError, "sink='json:Nothing': module 'json' has no 'Nothing'."),
+        ("", ValueError, "sink='' names no sink that is known. There are:"),
+        ("s3://bucket/run.jsonl", ValueError, "'s3://bucket/run.jsonl': s3://... is not of this machine"),
+        ("s3://bucket/run", ValueError, "Give a path, and copy the files afterwards."),
+        (Path("gs://bucket/run.csv"), ValueError, "gs://... is not of this machine"),
+        ("file:///tmp/run.mp4", ValueError, "file://... is not of this machine"),
         (3, TypeError, "sink=3 is no sink. There are:"),
         (None, TypeError, "sink=None is no sink. There are:"),
     ],
