@@ -19,11 +19,12 @@ import step_models
 import torch
 from step_models import Answer, Batch, Cnn, Parts, Transformer, same, tensors_in, total
 from torch import nn
+from torch.nn import functional as F
 
 import replaylens as rl
 from replaylens._store.container import Block, open_container, write
-from replaylens._watch.judges import Above, Dead, NotFinite
-from replaylens._watch.keeper import COOL_DOWN, MOST_FORWARDS, Keeper
+from replaylens._watch.judges import COOL_DOWN, Above, Dead, NotFinite
+from replaylens._watch.keeper import MOST_FORWARDS, Keeper
 from replaylens._watch.step_file import Step, step
 
 
@@ -507,14 +508,71 @@ def test_no_file_is_written_over(tmp_path):
     assert names == ["step-1.pt", "step-1-2.pt", "step-1-3.pt"]
 
 
-def test_a_judge_that_raises_is_asked_no_more_and_the_training_goes_on(tmp_path):
+def test_a_judge_that_raises_is_asked_no_more_and_the_training_goes_on(tmp_path, capsys):
     def broken(numbers):
         raise ValueError("mine")
 
-    loop = run(Loop(linear(), [broken, NotFinite()], tmp_path), 4, bad=3)
+    def mistaken(numbers):
+        return numbers.number > 3
+
+    loop = run(Loop(linear(), [broken, mistaken, NotFinite()], tmp_path), 4, bad=3)
     assert [one.number for one in loop.close()] == [3]
+    first, second = loop.keeper.faults
+    assert first == "when: broken raised ValueError: mine; it is asked no more."
+    assert second.endswith("asked no more. The numbers are step, output, loss, weight, grad_norm, output_grad.")
+    assert capsys.readouterr().err == f"replaylens: {first}\nreplaylens: {second}\n"
+
+
+def test_a_judge_has_a_cool_down_of_its_own(tmp_path):
+    loop = Loop(linear(), [NotFinite(), Above(output=100.0)], tmp_path, alarms=5)
+    for number in range(COOL_DOWN):
+        batch = torch.randn(4, 3) * (1e4 if number in (5, 6, 50) else 1)
+        loop.step(step_models.with_nan(batch) if number in (8, 60) else batch, scale=0.0)
+        loop.model.load_state_dict(linear().state_dict())
+    assert [(one.number, one.reason[:10]) for one in loop.close()] == [(5, "output is "), (8, "the output")]
+
+
+class Returning(nn.Module):
+    """A model that returns its loss in some form."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.lin, self.form = nn.Linear(3, 2), form
+
+    def forward(self, x):
+        logits = self.lin(x)
+        return self.form(F.mse_loss(logits, x[:, :2]), logits)
+
+
+FORMS = {
+    "alone": lambda loss, logits: loss,
+    "a mapping": lambda loss, logits: {"logits": logits, "loss": loss},
+    "a tuple": lambda loss, logits: (loss, logits),
+    "a list": lambda loss, logits: [loss, logits],
+    "an object": Answer,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_loss_is_found_in_whatever_the_model_returns_and_its_gradients_are_those_of_the_step(form, tmp_path):
+    torch.manual_seed(0)
+    loop = Loop(Returning(FORMS[form]), [Above(loss=0.0)], tmp_path)
+    loop.step(torch.randn(4, 3), loss=lambda output: 3 * next(o for o in tensors_in(output) if o.dim() == 0))
+    [kept] = loop.close()
+    assert kept.reason.startswith("loss is ") and loop.keeper.faults == [] and kept.exact
+    mine = kept.backward(kept.capture(Returning(FORMS[form])))
+    [grads] = loop.grads
+    assert mine.keys() == grads.keys() and all(same(mine[name], grads[name]) for name in grads)
+
+
+def test_a_bound_for_a_number_that_no_step_has_is_said_once(tmp_path, capsys):
+    loop = Loop(Returning(lambda loss, logits: (logits, loss)), Above(loss=0.0, weight=1e9), tmp_path)
+    loop.keeper.judge(0)
+    run(loop, 3)
+    assert loop.close() == ()
     [fault] = loop.keeper.faults
-    assert "raised ValueError: mine; it is asked no more" in fault
+    assert fault.startswith("when: Above(loss=...) has nothing to judge: the model returned no loss: not one number")
+    assert capsys.readouterr().err == f"replaylens: {fault}\n"
 
 
 def test_what_cannot_be_written_is_told_with_the_reason_and_raises_nothing(tmp_path):

@@ -7,7 +7,7 @@ with NaN is False in Python, so that `norm > 1e3` lets a NaN pass: `Above` does 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, Protocol
 
@@ -20,6 +20,13 @@ from .._ir.util import cached_property
 
 GRADIENTS = ("grad_norm", "output_grad")  # what a GradScaler may make overflow without harm
 NUMBERS = ("output", "loss", "weight", *GRADIENTS)
+_WITHOUT: dict[str, str] = {  # why a step has no such number
+    "output": "the model returned no tensor of floating-point numbers",
+    "loss": "the model returned no loss: not one number alone, nor as `loss`, nor as the first of a tuple",
+    "weight": "the model has no parameters",
+    "grad_norm": "no parameter of the model got a gradient",
+    "output_grad": "no gradient came back to what the model returned",
+}
 
 
 class Forward(Protocol):
@@ -42,9 +49,23 @@ class Forward(Protocol):
 
 
 class StepNumbers:
-    """The numbers of one training step, before the optimizer takes it: what a judge looks at.
+    """The numbers of one training step, before the optimizer takes it: what a function gets that is given as `when=`.
 
-    Each is a float, NaN where a NaN is among what it was made of, and None where there is nothing to make it of.
+    Of the whole step, each computed when it is first asked for; a float, NaN where a NaN is among what it was made of,
+    None where there is nothing to make it of:
+
+    `loss`         the loss, if the model returns it: alone, as `loss`, or first in a tuple (of the last forward)
+    `output`       the largest magnitude in what the model returned
+    `output_grad`  the largest magnitude in the gradient that came back to it
+    `grad_norm`    the norm of all gradients of parameters, as the optimizer gets them: summed up, averaged, clipped
+    `weight`       the largest magnitude among the parameters
+
+    Besides: `step`, its number; `has_finite_output`; `gradients`, those of the parameters, and `named_gradients`, with
+    their addresses; `broken_gradients`, the addresses of those that are not finite; `largest_gradient()`, the address
+    and norm of one; `scale`, by which a GradScaler multiplied the loss, and `skipped`, how many steps in a row it let
+    no optimizer take. Gradients are the training's own tensors, to be read only.
+
+    `when=lambda numbers: numbers.step > 500 and numbers.loss is not None and numbers.loss > 3`
     """
 
     def __init__(
@@ -74,7 +95,7 @@ class StepNumbers:
 
     @cached_property
     def loss(self) -> float | None:
-        """The loss, where the model returns it: alone, or as `output.loss`."""
+        """The loss, where the model returns it: alone, as `loss`, or first in a tuple."""
         losses = [loss for forward in self._forwards if (loss := forward.loss()) is not None]
         return float(losses[-1]) if losses else None
 
@@ -114,6 +135,11 @@ class StepNumbers:
         if are_finite(self.gradients):
             return ()
         return tuple([name for name, gradient in self.named_gradients if not is_finite(gradient)])
+
+    @property
+    def had_backward(self) -> bool:
+        """True if a gradient came to a parameter, or to the output."""
+        return bool(self.gradients) or any(forward.output_grads() for forward in self._forwards)
 
     @property
     def known(self) -> dict[str, float]:
@@ -196,8 +222,13 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float | None:
 # -- judges ------------------------------------------------------------------------------------------------------------
 
 
+COOL_DOWN = 100  # steps without an alarm of a judge, until it can give another
+
+
 class Judge(Protocol):
-    """Says whether a step is worth keeping."""
+    """Says whether a step is worth keeping. Between two alarms of one judge lie a hundred steps in which it finds
+    nothing; others are not held up by it. `alarms=` counts the files of all.
+    """
 
     def reason(self, numbers: StepNumbers) -> str | None:
         """Why the step is to be kept; None if it is not."""
@@ -206,6 +237,9 @@ class Judge(Protocol):
 @frozen
 class NotFinite:
     """A NaN or an infinity in the output, in the gradient that came back to it, or in the gradient of a parameter.
+
+    It is one alarm however long the weights are poisoned from then on: the next comes after a hundred steps in which
+    all is finite.
 
     Under a GradScaler gradients overflow now and then: the step is skipped, the scale is halved, and nothing is wrong.
     So a skipped step counts if its output is not finite, if the scale itself is not, or if it is the last of `skips`
@@ -244,8 +278,9 @@ class Above:
     """A number of the step is above a bound, or is NaN: `Above(grad_norm=1e3)`.
 
     Numbers are `grad_norm` (of all parameters, as the optimizer gets it: after clipping), `output_grad` and `output`
-    (the largest magnitude), `loss` (where the model returns it), `weight`. Of several, one is enough. Gradients of a
-    step that a GradScaler skipped are passed over.
+    (the largest magnitude), `loss` (where the model returns it: alone, as `loss`, or first in a tuple), `weight`. Of
+    several, one is enough. Gradients of a step that a GradScaler skipped are passed over. Where the first step with a
+    backward pass lacks a number, that is said once.
     """
 
     def __init__(self, **bounds: Any) -> None:
@@ -267,6 +302,12 @@ class Above:
             if value is not None and not value <= bound:
                 return f"{name} is {value:.4g}, above {bound:.4g}{_which(name, numbers)}"
         return None
+
+    def missing(self, numbers: StepNumbers) -> Iterator[str]:
+        """Each number that the step lacks, with the reason."""
+        for name in self.bounds:
+            if getattr(numbers, name) is None:
+                yield f"Above({name}=...) has nothing to judge: {_WITHOUT[name]}"
 
     def __repr__(self) -> str:
         return f"Above({', '.join(f'{name}={bound!r}' for name, bound in self.bounds.items())})"
@@ -349,12 +390,15 @@ class Told:
 
     function: Callable[[StepNumbers], Any]
 
+    def __repr__(self) -> str:
+        return str(getattr(self.function, "__name__", "the function of when="))
+
     def reason(self, numbers: StepNumbers) -> str | None:
         """What the function says."""
         said = self.function(numbers)
         if isinstance(said, str):
             return said or None
-        return f"{getattr(self.function, '__name__', 'the function of when=')} says so" if bool(said) else None
+        return f"{self} says so" if bool(said) else None
 
 
 def judges_of(when: Any) -> tuple[Judge, ...]:

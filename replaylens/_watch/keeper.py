@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread, get_ident
 from typing import Any
@@ -44,21 +46,20 @@ from .beginnings import (
     modes_now,
     numpy_state_kept,
 )
-from .judges import Above, Dead, Judge, StepNumbers, are_finite, judges_of
+from .judges import COOL_DOWN, NUMBERS, Above, Dead, Judge, StepNumbers, are_finite, judges_of
 from .step_file import Step, shown_text
 from .targets import unwrapped_model
 
 MOST_FORWARDS = 8  # of one step, of which beginnings are kept
-COOL_DOWN = 100  # steps without an alarm, until there can be another
 
 
 class Keeper:
     """Keeps what a step began with, asks the judges, and writes the steps that are worth it.
 
-    `when` is what `judges_of` takes; at most `alarms` files are written for it, and after each there is a cool-down: a
-    hundred steps without an alarm. `keep_every` writes every so many steps, `keep()` the one that runs. `told` is
-    called with each Step when its file is complete, by the thread that wrote it. A user's judge that raises is asked no
-    more, and `faults` says so.
+    `when` is what `judges_of` takes; at most `alarms` files are written for it, and after each there is a cool-down of
+    the judge that gave it: a hundred steps in which it finds nothing. `keep_every` writes every so many steps, `keep()`
+    the one that runs. `told` is called with each Step when its file is complete, by the thread that wrote it. A user's
+    judge that raises is asked no more; `faults` and a line on stderr say so.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Keeper:
         told: Callable[[Step], None] = lambda step: None,
     ) -> None:
         self.judges: list[Judge] = list(judges_of(when))
+        self._unproven = [one for one in self.judges if isinstance(one, Above)]  # nobody knows if they have numbers
         self._wants_norm = any(isinstance(one, Above) and "grad_norm" in one.bounds for one in self.judges)
         self.folder, self.most_alarms, self.keep_every = Path(folder), alarms, keep_every
         self.steps: tuple[Step, ...] = ()
@@ -83,7 +85,7 @@ class Keeper:
         self._beginnings: list[Beginning] = []
         self._wanted: str | None = None  # why the step that runs is to be kept
         self._alarms = 0
-        self._quiet = COOL_DOWN  # steps without an alarm
+        self._loud: dict[int, int] = {}  # judges in their cool-down, by id, with the steps in which they found nothing
         self._skips = 0  # steps in a row that a GradScaler skipped
         self._scaler: Any = None
         self._scale: float | None = None  # when it was last asked
@@ -262,12 +264,10 @@ class Keeper:
         is_judged = bool(self.judges)
         if type(output) is torch.Tensor:
             self._note_tensor(one, output, is_judged)
-            if output.numel() == 1:
-                one.loss_alone = output.detach()
-            return
-        freeze_deep(output, lambda tensor: self._note_tensor(one, tensor, is_judged))
-        loss: Any = getattr(output, "loss", None)
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        else:
+            freeze_deep(output, lambda tensor: self._note_tensor(one, tensor, is_judged))
+        loss = _loss_in(output)
+        if loss is not None and not is_wrapped(loss):
             one.loss_alone = loss.detach()
 
     def _note_tensor(self, one: Beginning, tensor: torch.Tensor, is_judged: bool) -> None:
@@ -291,6 +291,8 @@ class Keeper:
             step, self._parameters, self._names, pending, self._scale, 0 if is_reached else self._skips
         )
         reason = self._alarm(numbers)
+        if self._unproven and is_reached:
+            self._say_missing(numbers)
         if reason is not None:
             self._alarms, self._wanted = self._alarms + 1, None
         elif self._wanted is not None:
@@ -303,23 +305,46 @@ class Keeper:
             self._write(_worst(pending), numbers, reason)
 
     def _alarm(self, numbers: StepNumbers) -> str | None:
-        """Why this step is an alarm, unless there were enough of them, or one only just."""
+        """Why this step is an alarm, unless there were enough of them, or one for the same reason only just."""
         if not self.judges or self._alarms >= self.most_alarms:
             return None
         if self._wants_norm:  # which, if it is finite, says that all gradients are
             _ = numbers.grad_norm
-        found = next((reason for judge in [*self.judges] if (reason := self._asked(judge, numbers))), None)
-        is_ready = self._quiet >= COOL_DOWN
-        self._quiet = 0 if found is not None else self._quiet + 1
-        return found if is_ready else None
+        first = None
+        for judge in [*self.judges]:
+            reason = self._asked(judge, numbers)
+            if (reason or self._loud) and self._is_ready(judge, bool(reason)):
+                first = first or reason
+        return first
+
+    def _is_ready(self, judge: Judge, has_found: bool) -> bool:
+        """Whether a judge may give an alarm. If it has found something, its cool-down begins anew."""
+        quiet = self._loud.get(id(judge), COOL_DOWN)
+        if has_found or quiet < COOL_DOWN:
+            self._loud[id(judge)] = 0 if has_found else quiet + 1
+        return quiet >= COOL_DOWN
 
     def _asked(self, judge: Judge, numbers: StepNumbers) -> str | None:
         try:
             return judge.reason(numbers)
         except Exception as error:
             self.judges.remove(judge)
-            self.faults.append(f"when: {judge} raised {type(error).__name__}: {str(error)[:200]}; it is asked no more")
+            has = f" The numbers are {', '.join(('step', *NUMBERS))}." if _asks_for_more(error, numbers) else ""
+            self._fault(f"{judge} raised {type(error).__name__}: {str(error)[:200]}; it is asked no more.{has}")
             return None
+
+    def _say_missing(self, numbers: StepNumbers) -> None:
+        """In the first step that had a backward pass: which numbers some judges would wait for in vain."""
+        if numbers.had_backward:
+            for judge in self._unproven:
+                for fact in judge.missing(numbers):
+                    self._fault(f"{fact}.")
+            self._unproven = []
+
+    def _fault(self, fact: str) -> None:
+        self.faults.append(f"when: {fact}")
+        with suppress(Exception):
+            print(f"replaylens: when: {fact}", file=sys.stderr)
 
     def _parameters(self) -> list[torch.Tensor]:
         """The parameters of the model, each once."""
@@ -380,7 +405,7 @@ class Keeper:
         try:
             self._told(step)
         except Exception as error:
-            self.faults.append(f"a step was kept, and telling of it raised {type(error).__name__}: {str(error)[:200]}")
+            self._fault(f"a step was kept, and telling of it raised {type(error).__name__}: {str(error)[:200]}")
 
     def _free_path(self, step: int, rank: int | None) -> str:
         """A path at which nothing is yet."""
@@ -399,6 +424,21 @@ def _unseen(work: Callable[..., None], *args: Any) -> None:
         return work(*args)
     with without_function_modes(), without_any_modes():
         return work(*args)
+
+
+def _loss_in(output: Any) -> torch.Tensor | None:
+    """The loss, if the model returned it: one number, alone, as `loss`, or first in a tuple with a gradient to come."""
+    if isinstance(output, torch.Tensor):
+        return output if output.numel() == 1 else None
+    found: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0] if getattr(output[0], "requires_grad", False) else None
+    return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+
+
+def _asks_for_more(error: Exception, numbers: StepNumbers) -> bool:
+    """True where a function asked for a number that there is not."""
+    return isinstance(error, AttributeError) and error.obj is numbers
 
 
 def _worst(beginnings: list[Beginning]) -> Beginning:
