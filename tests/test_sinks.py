@@ -13,6 +13,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -583,6 +584,28 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     histogram = board.Histograms("features.0/activation/histogram")[1].histogram_value
     assert histogram.num == 4096 and sum(histogram.bucket) == 4096 and len(histogram.bucket_limit) == 64
     assert b"nan" in board.Tensors("watch/alarm")[0].tensor_proto.string_val[0]
+
+
+def test_a_number_of_ones_own_is_a_plain_curve_on_every_board(tmp_path, monkeypatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logged: list = []
+    library = SimpleNamespace(
+        init=lambda **facts: None, finish=lambda: None, Histogram=lambda **bars: "bars",
+        log=lambda numbers, step: logged.append((step, numbers)),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "trackio", library)  # which cannot be installed beside this huggingface_hub
+    made = [sink("tensorboard", tmp_path), sink("trackio", tmp_path, project="one")]
+    for one in made:
+        for step, loss in enumerate([2.5, NAN, INF]):
+            give(one, np.float32(loss), name="loss", what="scalar", step=step)
+        give(one, [1.0, 2.0], name="loss", what="activation", step=3)
+        one.close()
+    board = accumulator.EventAccumulator(str(made[0].path))
+    board.Reload()
+    assert [(one.step, str(one.value)) for one in board.Scalars("loss")] == [(0, "2.5"), (1, "nan"), (2, "inf")]
+    assert board.Tags()["histograms"] == ["loss/activation/histogram"]
+    assert str(logged[:3]) == "[(0, {'loss': 2.5}), (1, {'loss': nan}), (2, {'loss': inf})]"
+    assert logged[3][0] == 3 and logged[3][1]["loss/activation/mean"] == 1.5 and "loss" not in logged[3][1]
 
 
 def test_a_folder_of_an_earlier_run_is_left_to_it(tmp_path):

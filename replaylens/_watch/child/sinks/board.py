@@ -6,6 +6,7 @@ TensorFlow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 
 from ..statistics import Histogram, Stats
 from ..wire import Event, Sample
-from .new_files import numbered, title
-from .single_numbers import numbers_of, text_of
+from .new_files import numbered
+from .single_numbers import is_own_number, numbers_of, part_of, text_of
 
 LARGEST = 3.4e38  # curves are of 32 bits, and who reads histograms multiplies their edges
 
@@ -32,14 +33,12 @@ class Board:
         self._writer = writer.EventFileWriter(str(self.path))
 
     def sample(self, sample: Sample, stats: Stats) -> None:
-        """All of a sample as one event: `layer1.conv/activation/mean`, and so on."""
-        begin = f"{title(sample.name)}/{sample.what}"
+        """All of a sample as one event."""
         Value = self._summary.Summary.Value
-        values = [
-            Value(tag=f"{begin}/{name}", simple_value=bounded(number)) for name, number in numbers_of(stats).items()
-        ]
-        if stats.histogram is not None:
-            values.append(Value(tag=f"{begin}/histogram", histo=self._bars(stats.histogram, stats)))
+        numbers = numbers_of(sample, stats)
+        values = [Value(tag=tag, simple_value=bounded(number)) for tag, number in numbers.items()]
+        if stats.histogram is not None and not is_own_number(sample):
+            values.append(Value(tag=part_of(sample, "histogram"), histo=self._bars(stats.histogram, stats)))
         self._add(values, sample.step, sample.time)
 
     def event(self, event: Event) -> None:
@@ -70,4 +69,5 @@ class Board:
 
 
 def bounded(number: float) -> float:
-    return max(min(number, LARGEST), -LARGEST)
+    """A number as 32 bits have it. What is not finite stays so."""
+    return number if not math.isfinite(number) else max(min(number, LARGEST), -LARGEST)

@@ -27,7 +27,7 @@ COLUMNS = (
 
 class JsonLines:
     """A JSON object per sample, and per event: only these have the key `"event"`, as in `{"event": "alarm", "step": 7,
-    "time": ..., "facts": {...}}`. In pandas, `df[df.event.isna()]` are the samples. What is not a finite number is null.
+    "time": ..., "facts": {...}}`. In pandas, `df[df.event.isna()]` are the samples. What is not finite is null.
     """
 
     def __init__(self, options: Mapping[str, Any], run: Mapping[str, Any]) -> None:

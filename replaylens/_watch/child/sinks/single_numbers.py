@@ -1,20 +1,36 @@
-"""The numbers of a sample one by one, for what draws curves; an event as text."""
+"""The numbers of a sample one by one, under the names that they have where curves are drawn; an event as text.
+
+In: samples with their numbers. Out: `layer1.conv/activation/mean`, and so on; a number of the user's own is `loss`.
+"""
 
 from __future__ import annotations
 
 import json
 
-from ..statistics import Stats
-from ..wire import Event
+from ..statistics import Stats, real
+from ..wire import Event, Sample
 from .line_files import plain
+from .new_files import title
 
 NUMBERS = "mean std least most norm nans infs zeros".split()
 
 
-def numbers_of(stats: Stats) -> dict[str, float]:
-    """Those that there are: of a sample without a finite value, only the counts."""
+def is_own_number(sample: Sample) -> bool:
+    """Whether it is a number that the user logged, which stands for itself."""
+    return sample.what == "scalar" and sample.size == sample.values.size == 1
+
+
+def numbers_of(sample: Sample, stats: Stats) -> dict[str, float]:
+    """Those that there are: of a sample without a finite value, only the counts. A number of the user's own as it is."""
+    if is_own_number(sample):
+        return {title(sample.name): float(real(sample.values).item())}
     found = {name: getattr(stats, name) for name in NUMBERS}
-    return {name: float(number) for name, number in found.items() if number is not None}
+    return {part_of(sample, name): float(number) for name, number in found.items() if number is not None}
+
+
+def part_of(sample: Sample, name: str) -> str:
+    """What one of a sample's numbers, or its histogram, is called."""
+    return f"{title(sample.name)}/{sample.what}/{name}"
 
 
 def text_of(event: Event) -> str:

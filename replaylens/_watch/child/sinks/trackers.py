@@ -12,8 +12,7 @@ from typing import Any
 
 from ..statistics import Stats
 from ..wire import Event, Sample
-from .new_files import title
-from .single_numbers import numbers_of, text_of
+from .single_numbers import is_own_number, numbers_of, part_of, text_of
 
 
 class Tracker:
@@ -25,14 +24,12 @@ class Tracker:
         self._waiting: dict[str, Any] = {}
 
     def sample(self, sample: Sample, stats: Stats) -> None:
-        """The numbers as `layer1.conv/activation/mean`, and so on."""
+        """Its numbers, among those of its step."""
         self._at(sample.step)
-        begin = f"{title(sample.name)}/{sample.what}"
-        for name, number in numbers_of(stats).items():
-            self._waiting[f"{begin}/{name}"] = number
-        if stats.histogram is not None:
+        self._waiting.update(numbers_of(sample, stats))
+        if stats.histogram is not None and not is_own_number(sample):
             bars = self._library.Histogram(np_histogram=(list(stats.histogram.counts), list(stats.histogram.edges)))
-            self._waiting[f"{begin}/histogram"] = bars
+            self._waiting[part_of(sample, "histogram")] = bars
 
     def event(self, event: Event) -> None:
         """Text among the numbers of its step."""
