@@ -409,7 +409,7 @@ def test_a_value_that_comes_late_gets_its_place():
     def draw(name, values):
         sample = sample_of(values, name=name)
         tiles.draw(sample, statistics.of(sample))
-        pixels = tiles.picture().pixels
+        pixels = tiles.picture(20).pixels
         return [bool(is_nan_coloured(pixels[40:, half]).any()) for half in (slice(None, 200), slice(200, None))]
 
     assert draw("a", np.full((40, 400), NAN)) == [True, True]
@@ -534,7 +534,31 @@ def test_kernels_and_images_are_tiles():
     shown = arranged(sample_of(images))
     assert shown.said == "item 0 of 8" and (shown.matrix[:10, :10] == images[0, 0]).all()
     assert arranged(sample_of(normal(3, 1, 4))).matrix.shape == (3, 4)
-    assert arranged(sample_of(normal(100), thinned=True, shape=(20, 20), size=400)) is None
+    assert arranged(sample_of(normal(100), thinned=True, shape=(20, 5, 4), size=400)) is None
+    assert arranged(sample_of(normal(100), thinned=True, shape=(20, 20), size=300)) is None  # a sparse one
+
+
+@needs_films
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_matrix_that_was_thinned_is_drawn_at_its_places(step):
+    from replaylens._watch.child.sinks.arrangement import arranged, thinned_by
+    from replaylens._watch.child.sinks.pictures import chosen
+
+    whole = np.repeat(np.arange(1000.0, dtype=np.float32), 800).reshape(1000, 800)
+    whole[700, 4] = NAN  # the 560,004th, which both steps meet or pass
+    values = whole.ravel()[::step].copy()
+    values[560_004 // step] = NAN
+    thinned = sample_of(values, shape=whole.shape, size=whole.size, thinned=True)
+    found = arranged(thinned)
+    assert thinned_by(thinned) == step and found.shape == (1000, 800) and found.matrix.shape == (512, 512)
+    assert f"one of {step} values" in found.said
+    [row], [column] = np.nonzero(np.isnan(found.matrix))
+    assert (abs(row - 700 * 512 / 1000), column) <= (1, 2)
+    far = np.abs(found.matrix - (np.arange(512) * 1000 // 512)[:, None])
+    assert np.nanmax(far) <= 1  # the value before it may be of the row before
+    assert [chosen(kind, thinned) for kind in ("auto", "heatmap", "scatter")] == ["surface", "heatmap", "histogram"]
+    for kind in ("auto", "heatmap", "surface2d"):
+        assert is_nan_coloured(painted(kind, thinned, width=640, height=480)).any()
     many = arranged(sample_of(normal(1000, 2, 2)))
     assert many.said == "256 of 1000 maps"
 
@@ -736,7 +760,7 @@ OURS = __name__
         (lambda sample: CALLS.append(sample.what), ["activation"]),
         (Everything(), [("features.0", 1.5), "alarm", "flush", "close"]),
     ],
-    ids=str,
+    ids=["class", "inner", "named", "named_inner", "one", "two", "lambda", "object"],
 )
 def test_what_users_bring_is_called(given, expected):
     CALLS.clear()
