@@ -416,8 +416,11 @@ def test_a_nan_that_is_born_in_the_backward_pass_is_found_there(tmp_path):
     assert kept.number == 4 and kept.reason == "the gradient of lin.weight is not finite"
     prog = step(kept.path).capture(Root())
     assert prog.first(lambda value: ~torch.isfinite(value)) is None
-    first = prog.backward(of=kept.loss).first(lambda grad: ~torch.isfinite(grad), grad=True)
-    assert first.label == "mul_1_4" or first.layer_type == "mul"
+    prog = kept.capture(Root(), backward=True)
+    first = prog.first(lambda grad: ~torch.isfinite(grad), grad=True)
+    again = kept.capture(Root()).backward(of=kept.loss)
+    assert all(same(prog[name].grad, again[name].grad) for name in ("mul_1_2", "sqrt_1_4"))
+    assert first.label == "mul_1_2"
     assert first.source.text.strip() == "x = x * self.lin.weight.sum()"
 
 
@@ -797,7 +800,10 @@ def test_a_file_of_a_step_is_read_by_load_described_by_inspect_and_written_again
     info = rl.inspect(kept.path)
     assert (info.kind, info.model, info.note) == ("step", "Linear", "Step 2: the output has a NaN")
     assert "    Step 2: the output has a NaN." in str(info) and not info.needs_trust
-    assert str(step(kept.path)) == f"Step 2 of Linear: the output has a NaN.\n    {kept.path}\n    output: nan"
+    assert str(step(kept.path)) == (
+        f"Step 2 of Linear: the output has a NaN.\n    {kept.path}\n"
+        "    The output is not finite at 0 along its first axis (1 of 4).\n    output: nan"
+    )
     again = rl.load(kept.path)
     assert isinstance(again, Step) and same(again.state["weight"], kept.state["weight"])
     again.save(tmp_path / "again.pt")
@@ -813,12 +819,56 @@ def test_the_tensors_of_a_kept_step_are_not_held_once_its_file_is_there(tmp_path
     assert kept._data is None and kept.data is kept.data
 
 
+def test_the_examples_that_went_wrong_are_named(tmp_path):
+    def poisoned(count, *where):
+        batch = torch.randn(count, 3)
+        batch[list(where)] = torch.inf
+        return batch
+
+    for count, where, says in (
+        (6, (1, 4), "at 1, 4 along its first axis (2 of 6)"),
+        (3, (0, 1, 2), "at all places along its first axis (3 of 3)"),
+        (70_000, range(5, 30), "at 5, 6, 7, 8, 9, 10, 11, 12 and 17 more along its first axis (25 of 70000)"),
+    ):
+        loop = Loop(linear(), NotFinite(), tmp_path / str(count))
+        loop.step(poisoned(count, *where))
+        [kept] = loop.close()
+        assert f"    The output is not finite {says}.\n" in str(step(kept.path))
+    [kept] = run(Loop(linear(), Above(output=0.0), tmp_path), 1).close()
+    assert kept.examples is None and "not finite" not in str(kept)
+
+
+def test_one_line_says_what_happened_and_where_it_is(tmp_path):
+    [kept] = run(Loop(linear(), NotFinite(), tmp_path), 3, bad=1).close()
+    assert kept.announcement == f"step 1: the output has a NaN; written to {tmp_path / 'step-1.pt'}."
+    kept.why = ("an input was written",)
+    assert kept.announcement.endswith("step-1.pt (not exact: an input was written).")
+    (tmp_path / "taken").write_text("a file")
+    [lost] = run(Loop(linear(), NotFinite(), tmp_path / "taken"), 3, bad=1).close()
+    assert lost.announcement.startswith("step 1: the output has a NaN; it was not written: FileExistsError: ")
+    assert "    It was not written: FileExistsError: " in str(lost) and "Not exact" not in str(lost)
+
+
+def test_a_folder_or_a_wrong_name_is_answered_with_the_names_that_are_there(tmp_path):
+    with pytest.raises(IsADirectoryError, match=r"is a folder, and no step is in it\.$"):
+        step(tmp_path)
+    loop = run(Loop(linear(), None, tmp_path, keep_every=1), 12)
+    loop.close()
+    with pytest.raises(IsADirectoryError, match=r"Steps in it: step-1\.pt, .*, step-5\.pt and 6 more\.$"):
+        step(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=rf"no file {tmp_path}/step-20\.pt\. In {tmp_path} are step-2\.pt, "):
+        step(tmp_path / "step-20.pt")
+    with pytest.raises(FileNotFoundError, match=r"No step is in "):
+        step(tmp_path / "elsewhere" / "step-1.pt")
+
+
 ALTERED = [
     ("number", -1), ("state", [["weight", 7], ["bias", 0]]), ("inputs", ["t", ["t", ["R", "input", 5]], ["L"]]),
     ("inputs", 3), ("python", [3, [0] * 624 + [700], None]), ("numpy", ["PCG64", [0] * 624, 0, 0, 0.0]),
     ("generators", [["cpu", [0, 0, 0, "uint8", [16], [1]]]]), ("generators", [["save:0", [0, 0, 0, "uint8", [16], [1]]]]),
     ("given", [[[0], True, False, "nowhere"]]),
     ("modules", [["", "Linear", 1]]), ("numbers", {"output": "much"}), ("threads", "all"), ("extremes", [[0.0]]),
+    ("examples", [[4], 1, 4]), ("examples", [[0, 1], 1, 4]), ("examples", [[], 0, 4]),
     ("context", 99), ("reason", "\x1b[2J"), ("grads", [[99, 0, 0, "float32", [4], [1]]]), ("more", 1),
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@ the step is kept, StepData made of it. What is by then no longer as it was is sa
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from weakref import ref
 
@@ -22,7 +23,7 @@ from .._ir.trees import ATOMS, Branch, freeze_deep, leaves, map_leaves_shared
 from .._store.pool import require_writable
 from .judges import are_finite, extremes
 from .model_of_step import DEVICES, copies_of, generators_of, modules_of, numpy_state, places_of
-from .step_data import GivenTensor, ModuleFacts, StepData
+from .step_data import Examples, GivenTensor, ModuleFacts, StepData
 from .targets import unwrapped_model
 
 _LARGE = 2**18  # bytes of a buffer that is looked at before it is copied, of an output that is looked at at once
@@ -123,6 +124,7 @@ class Output:
     version: int
     seen: torch.Tensor | None
     received: list[tuple[torch.Tensor, int]]  # gradients with their write counters, one for each backward pass
+    examples: Examples | None = None  # of one that is not kept: where it is not finite
 
     @staticmethod
     def of(tensor: torch.Tensor, is_judged: bool) -> Output:
@@ -131,7 +133,9 @@ class Output:
             held = tensor.detach()
             if tensor.layout is torch.strided and tensor.nbytes <= _LARGE:
                 return Output(held, version_of(held), None, [])
-            return Output(None, -1, extremes(held) if is_judged else None, [])
+            seen = extremes(held) if is_judged else None
+            is_odd = seen is not None and held.is_cpu and not all(map(math.isfinite, seen.tolist()))
+            return Output(None, -1, seen, [], Examples.in_output(held) if is_odd else None)
         return Output(None, -1, None, [])
 
     def extremes(self) -> torch.Tensor | None:
@@ -139,6 +143,12 @@ class Output:
         if self.seen is None and self.tensor is not None:
             self.seen = extremes(self.tensor)
         return self.seen
+
+    def bad_examples(self) -> Examples | None:
+        """Where it is not finite, along its first axis; None if it is, or that is not known."""
+        if self.tensor is None or version_of(self.tensor) != self.version:
+            return self.examples
+        return Examples.in_output(self.tensor)
 
     def is_finite(self) -> bool:
         """True if no number in it is known not to be finite."""
@@ -189,6 +199,10 @@ class Beginning:
     def is_finite(self) -> bool:
         """True if no number in the output is known not to be finite."""
         return all(one.is_finite() for one in self.outputs)
+
+    def bad_examples(self) -> Examples | None:
+        """Where the output is not finite."""
+        return next((found for one in self.outputs if (found := one.bad_examples()) is not None), None)
 
     def output_extremes(self) -> list[torch.Tensor]:
         """The extremes of each tensor in the output."""

@@ -47,7 +47,7 @@ from .beginnings import (
     numpy_state_kept,
 )
 from .judges import COOL_DOWN, NUMBERS, Above, Dead, Judge, StepNumbers, are_finite, judges_of
-from .step_file import Step, shown_text
+from .step_file import NOT_WRITTEN, Step, shown_text
 from .targets import unwrapped_model
 
 MOST_FORWARDS = 8  # of one step, of which beginnings are kept
@@ -370,6 +370,7 @@ class Keeper:
         try:
             if module is None:
                 raise RuntimeError("the model is gone")
+            made.examples = one.bad_examples()
             made._data = data_of(one, module)
             made.why = tuple(dict.fromkeys(map(shown_text, one.why)))
             path = self._free_path(one.step, rank)
@@ -397,7 +398,7 @@ class Keeper:
         self._tell(step)
 
     def _could_not(self, step: Step, error: Exception) -> None:
-        step.why = (*step.why, f"it was not written: {type(error).__name__}: {shown_text(str(error))[:500]}")
+        step.why = (*step.why, f"{NOT_WRITTEN}: {type(error).__name__}: {shown_text(str(error))[:500]}")
         step._data = None
         self._tell(step)
 

@@ -41,6 +41,33 @@ class ModuleFacts:
     is_training: bool
 
 
+@frozen
+class Examples:
+    """Which examples are not finite in an output: the first few places along its first axis, how many, of how many."""
+
+    first: tuple[int, ...]
+    count: int
+    of: int
+
+    @staticmethod
+    def in_output(tensor: torch.Tensor) -> Examples | None:
+        """Those of a tensor; None if it has no axis, or all in it is finite."""
+        if not tensor.dim() or not tensor.numel() or tensor.layout is not torch.strided:
+            return None
+        found = (~torch.isfinite(tensor)).reshape(tensor.shape[0], -1).any(1).nonzero().flatten().tolist()
+        return Examples(tuple(found[:_MOST_EXAMPLES]), len(found), tensor.shape[0]) if found else None
+
+    @property
+    def row(self) -> Json:
+        """It as JSON."""
+        return [list(self.first), self.count, self.of]
+
+    def __str__(self) -> str:
+        more = f" and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
+        where = "all places" if self.count == self.of > 1 else f"{', '.join(map(str, self.first))}{more}"
+        return f"The output is not finite at {where} along its first axis ({self.count} of {self.of})"
+
+
 @frozen(eq=False)
 class StepData:
     """What a step began with, and the gradient at its output."""
@@ -60,6 +87,8 @@ class StepData:
     arrivals: tuple[int, ...]  # the numbers of those that got one, in the order in which they did
     extremes: tuple[tuple[float, float] | None, ...]  # the least and the most of each
 
+
+_MOST_EXAMPLES = 8
 
 PARTS = {
     "inputs", "given", "tensors", "state", "frozen", "modules", "generators", "python", "numpy", "context", "threads",
@@ -128,6 +157,15 @@ def read_data(reader: TreeReader, given: Mapping[str, Json]) -> StepData:
         _arrivals(given["arrivals"], grads),
         tuple([optional(_extremes, row) for row in items(given["extremes"])]),
     )
+
+
+def read_examples(row: Json) -> Examples:
+    """The examples that JSON is."""
+    first, count, of = exactly(row, 3)
+    found = tuple(map(natural, items(first, 1, _MOST_EXAMPLES)))
+    if not len(found) <= natural(count) <= natural(of) or max(found) >= of:
+        bad("more examples are not finite than there are")
+    return Examples(found, count, of)
 
 
 def _read_state(rows: Json, count: int) -> dict[str, int]:

@@ -9,11 +9,14 @@ The loss is no part of the model: the gradient at the output stands for it.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -35,11 +38,12 @@ from .._store.write_trees import CONTROLS, TreeWriter
 from ..errors import CaptureError, InputMismatch, NoGradient, NotSaved
 from ..program import Program, capture
 from .model_of_step import as_it_was, copies_of, differences, homes_of, joined, load_state
-from .step_data import PARTS, StepData, data_json, read_data
+from .step_data import PARTS, Examples, StepData, data_json, read_data, read_examples
 from .targets import unwrapped_model
 
 Json = Any
 _SHOWN = 5  # differences in an error
+NOT_WRITTEN = "it was not written"  # begins the reason why a step has no file
 
 
 @define(eq=False, repr=False)
@@ -48,6 +52,13 @@ class Step:
 
     `capture(model)` gives it as a program, which begins where this step began. What could not be kept as it was is said
     in `why`; `exact` is true if nothing is.
+
+    prog = step.capture(model)
+    prog.first(lambda value: ~torch.isfinite(value))             # where the forward went wrong
+    prog = step.capture(model, backward=True)                    # its layers have the gradients of the step
+    prog.first(lambda grad: ~torch.isfinite(grad), grad=True)    # where the backward pass went wrong
+    prog["relu_1"].grad
+    step.backward(prog)                                          # the gradients of the parameters, by address
     """
 
     number: int
@@ -58,6 +69,7 @@ class Step:
     numbers: Mapping[str, float] = field(factory=dict)  # of the step, as far as somebody asked for them
     scale: float | None = None  # by which a GradScaler had multiplied the loss
     rank: int | None = None  # of the process, where there were several
+    examples: Examples | None = None  # where the output is not finite, along its first axis
     path: str | None = None  # of its file; None if there is none
     _data: StepData | None = None
     _program: Any = None  # the last one that was made of it
@@ -110,8 +122,17 @@ class Step:
 
     # -- the step as a program -----------------------------------------------------------------------------------------
 
-    def capture(self, model: nn.Module, *, save: Any = "all", copy: bool = True, trust: Sequence[str] = ()) -> Program:
-        """The forward of this step as a program.
+    def capture(
+        self,
+        model: nn.Module,
+        *,
+        save: Any = "all",
+        copy: bool = True,
+        backward: bool = False,
+        trust: Sequence[str] = (),
+    ) -> Program:
+        """The forward of this step as a program; with `backward=True` it has had the backward pass as well, and each
+        layer the `grad` that it had in the step.
 
         `model` is one of the same class, as it is built for training; its numbers do not matter. A copy of it is put
         into the state of the step, and run once. With `copy=False` it is the model itself that is changed, for one that
@@ -134,11 +155,11 @@ class Step:
                 raise
         self._compare(prog)
         self._program = ref(prog)
-        return prog
+        return prog.backward(of=self.loss, save=save) if backward else prog
 
     def loss(self, output: Any) -> torch.Tensor:
         """A number whose gradient at the output is that of the step: `prog.backward(of=step.loss)` gives each layer
-        the gradient that it had.
+        the gradient that it had, as does `capture(model, backward=True)`.
         """
         found: list[torch.Tensor] = []
         freeze_deep(output, found.append)
@@ -258,11 +279,24 @@ class Step:
         where = f" (`{self.address}`)" if self.address else ""
         lines = [f"Step {self.number} of {self.name}{where}: {self.reason}."]
         lines += [f"    {self.path}"] if self.path is not None else []
+        lines += [f"    {self.examples}."] if self.examples is not None else []
         lines += [f"    {name}: {value:.6g}" for name, value in self.numbers.items()]
         if self.scale is not None:
             lines.append(f"    Gradients are multiplied by {self.scale:g}, the scale of the loss.")
-        lines += [f"    Not exact: {one}." for one in self.why]
+        for one in self.why:
+            lines.append(f"    {f'I{one[1:]}' if one.startswith(NOT_WRITTEN) else f'Not exact: {one}'}.")
         return "\n".join(lines)
+
+    @property
+    def announcement(self) -> str:
+        """One line that says what happened, and where it is kept."""
+        lost = [one for one in self.why if one.startswith(NOT_WRITTEN)]
+        if lost or self.path is None:
+            where = "; ".join(lost or self.why) or "it has no file"
+        else:
+            where = f"written to {self.path}"
+        inexact = f" (not exact: {'; '.join(self.why)})" if self.why and not lost else ""
+        return f"step {self.number}: {self.reason}; {where}{inexact}."
 
 
 def step(path: str | os.PathLike[str] | Any) -> Step:
@@ -271,11 +305,38 @@ def step(path: str | os.PathLike[str] | Any) -> Step:
     prog = replaylens.step("runs/step-137.pt").capture(model)
     print(prog.first(lambda value: ~torch.isfinite(value)))
     """
+    if isinstance(path, (str, os.PathLike)):
+        _require_file(Path(path))
     found = load_object(path)
     if not isinstance(found, Step):
         raise TypeError(f"the file holds a {type(found).__name__} and no step. replaylens.load reads it.")
     found.path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     return found
+
+
+def _require_file(path: Path) -> None:
+    """Raise for a folder, and for what is not there, with the names of what is."""
+    if path.is_dir():
+        held = _files_in(path)
+        raise IsADirectoryError(
+            f"{path} is a folder. Steps in it: {_few(held)}." if held else f"{path} is a folder, and no step is in it."
+        )
+    if not path.exists():
+        held = _files_in(path.parent)
+        near = get_close_matches(path.name, held, n=_SHOWN) or held
+        hint = f"In {path.parent} are {_few(near)}." if near else f"No step is in {path.parent}."
+        raise FileNotFoundError(f"there is no file {path}. {hint}")
+
+
+def _files_in(folder: Path) -> list[str]:
+    """The names of the step files in a folder, by number."""
+    found = folder.glob("*.pt") if folder.is_dir() else ()
+    return sorted([one.name for one in found], key=lambda name: [int(word) for word in re.findall(r"\d+", name)])
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 class _GradientAt(torch.autograd.Function):
@@ -410,13 +471,14 @@ def _write_step(writer: TreeWriter, step: Step) -> Callable[[], Json]:
         "numbers": {name: writer.value(float(value)) for name, value in step.numbers.items()},
         "scale": None if step.scale is None else writer.value(float(step.scale)),
         "rank": step.rank,
+        "examples": None if step.examples is None else step.examples.row,
         **data_json(writer, step.data),
     }
     return lambda: made
 
 
 def _read_step(reader: TreeReader, json: Json) -> Step:
-    given = parts(json, {"number", "reason", "model", "address", "why", "numbers", "scale", "rank"} | PARTS)
+    given = parts(json, {"number", "reason", "model", "address", "why", "numbers", "scale", "rank", "examples"} | PARTS)
     return Step(
         natural(given["number"]),
         text(given["reason"]),
@@ -426,6 +488,7 @@ def _read_step(reader: TreeReader, json: Json) -> Step:
         {line(name): float(number(value)) for name, value in mapping(given["numbers"]).items()},
         optional(lambda value: float(number(value)), given["scale"]),
         optional(natural, given["rank"]),
+        optional(read_examples, given["examples"]),
         None,
         read_data(reader, given),
     )
