@@ -400,6 +400,97 @@ def test_layers_beyond_the_most_films_share_one(tmp_path):
 
 
 @needs_films
+def test_tiles_have_one_order_whatever_was_lost():
+    from replaylens._watch.child.sinks.pictures import Painter
+    from replaylens._watch.child.sinks.tiles import Tiles
+
+    names = [*"abcd", ""]
+    whole = [(name, "activation") for name in names] + [(name, "grad") for name in reversed(names)]
+    whole += [("a.weight", "weight"), ("b.weight", "weight"), ("loss", "scalar")]
+    orders = set()
+    for lost in ([], whole[:2], whole[:5], whole[1:7], whole[3:], whole[::2], whole[-3:]):
+        tiles = Tiles(None, Painter)
+        for step, some in enumerate([[one for one in whole if one not in lost], whole, whole]):
+            for name, what in some:
+                sample = sample_of(normal(2) if what != "scalar" else 0.5, name=name, what=what, step=step)
+                tiles.draw(sample, statistics.of(sample))
+            tiles.picture(step)
+        places = {key: tile.place[1::-1] for key, tile in tiles._tiles.items()}
+        orders.add(tuple(sorted(places, key=places.__getitem__)))
+    [order] = orders
+    assert order[0] == ("loss", "scalar") and order[1:4] == (("a", "activation"), ("a", "grad"), ("b", "activation"))
+
+
+@needs_films
+def test_a_tile_that_lost_its_sample_is_dimmed_and_names_its_step():
+    from replaylens._watch.child.sinks.colormaps import LATE
+    from replaylens._watch.child.sinks.pictures import Painter
+    from replaylens._watch.child.sinks.tiles import Tiles
+
+    tiles = Tiles((400, 300), Painter)
+    shown = {}
+    for step in range(0, 40, 5):  # the first in each, the second in every fourth, the third lost at last
+        for name, every in (("a", 5), ("b", 20), ("c", 5)):
+            if step % every == 0 and (name, step) != ("c", 35):
+                sample = sample_of(normal(20, 20, seed=step), name=name, step=step)
+                tiles.draw(sample, statistics.of(sample))
+        picture = tiles.picture(step)
+        shown[step] = [picture.part(*tile.place).pixels.astype(int) for tile in tiles._tiles.values()]
+
+    def is_late(pixels):
+        return bool((np.abs(pixels - LATE).sum(-1) < 90).any())
+
+    assert [[is_late(one) for one in shown[step]] for step in (20, 30, 35)] == [
+        [False, False, False],
+        [False, True, False],
+        [False, True, True],
+    ]
+    tall = slice(40, None)
+    brightness = [[int(one[tall].max()) for one in shown[step]] for step in (30, 35)]
+    assert brightness[1][2] < brightness[0][2] * 0.7  # dimmed
+    assert brightness[0][1] == brightness[1][1] > brightness[1][2]  # this one is as often as it should be
+
+
+@needs_films
+@pytest.mark.parametrize("others", [True, False])
+def test_numbers_of_ones_own_are_lines_and_make_no_picture_where_there_are_others(tmp_path, others):
+    made = sink("film", tmp_path, path=str(tmp_path / "film.png"), suffix=".png", size=(640, 480))
+    for step in range(41):
+        if others and step % 20 == 0:
+            give(made, normal(8, 8, seed=step), name="layer", step=step)
+        give(made, 2.0 / (step + 1), name="loss", what="scalar", step=step)
+    made.close()
+    frames = frames_of(tmp_path / "film.png")
+    assert len(frames) == (3 if others else 41)
+    plot = frames[-1][72:440, 70 : 290 if others else 600][:, 40:].astype(int)
+    columns = (np.abs(plot - (110, 180, 255)).sum(-1) < 60).any(0)
+    assert columns.mean() > 0.9
+
+
+@needs_films
+def test_a_note_is_said_once_above_tiles(tmp_path):
+    made = [sink("film", tmp_path, path=str(tmp_path / f"{name}.png"), suffix=".png", size=(640, 480)) for name in "ab"]
+    for step in range(2):
+        for one, note in zip(made, ("", "the second half"), strict=True):
+            for name in "cd":
+                give(one, normal(8, 8), name=name, step=step, note=note)
+    made[1].event(Event("note", 1, 1.0, {"text": "the second half"}))
+    for one in made:
+        one.close()
+    plain, noted = (frames_of(tmp_path / f"{name}.png")[-1] for name in "ab")
+    assert (plain[:28] != noted[:28]).any() and (plain[28:] == noted[28:]).all()
+
+
+@needs_films
+def test_every_point_of_a_scatter_is_seen():
+    from replaylens._watch.child.sinks.colormaps import ANCHORS, BACKGROUND, lit
+
+    for name in ANCHORS:
+        colours = lit(name).astype(int)
+        assert len(colours) > 40 and (colours - BACKGROUND).max(1).min() > 60
+
+
+@needs_films
 def test_a_value_that_comes_late_gets_its_place():
     from replaylens._watch.child.sinks.pictures import Painter
     from replaylens._watch.child.sinks.tiles import Tiles
@@ -459,7 +550,7 @@ def painted(kind, *samples, width=320, height=240):
 
     painter, canvas = Painter(kind), Canvas.new(width, height)
     for values in samples:
-        sample = sample_of(values)
+        sample = values if isinstance(values, Sample) else sample_of(values)
         painter.draw(canvas, sample, statistics.of(sample))
         assert not painter.fault
     return canvas.pixels
@@ -554,8 +645,8 @@ def test_a_matrix_that_was_thinned_is_drawn_at_its_places(step):
     assert f"one of {step} values" in found.said
     [row], [column] = np.nonzero(np.isnan(found.matrix))
     assert (abs(row - 700 * 512 / 1000), column) <= (1, 2)
-    far = np.abs(found.matrix - (np.arange(512) * 1000 // 512)[:, None])
-    assert np.nanmax(far) <= 1  # the value before it may be of the row before
+    rows = np.nan_to_num(found.matrix - (np.arange(512) * 1000 // 512)[:, None])
+    assert not rows.any()
     assert [chosen(kind, thinned) for kind in ("auto", "heatmap", "scatter")] == ["surface", "heatmap", "histogram"]
     for kind in ("auto", "heatmap", "surface2d"):
         assert is_nan_coloured(painted(kind, thinned, width=640, height=480)).any()

@@ -67,8 +67,8 @@ class Film:
     `kind="auto"` draws a matrix as a surface, a vector as a line under the strip of its histogram, anything else as a
     histogram. "surface2d" is the surface seen from above, with its level lines; tensors of more dimensions are laid
     out as a matrix. "scatter" shows rows by their two principal components. `frames=` begins a new file after so many
-    pictures. MP4 plays in browsers; PNG is an animated one. Of what is larger than `raw=` of `watch`, places are not
-    known: it is drawn as a histogram.
+    pictures. MP4 plays in browsers; PNG is an animated one. Of a matrix that is larger than `raw=` of `watch`, what
+    was sent is drawn at its places; anything else that is larger, as a histogram.
     """
 
     path: Path = field(converter=to_path)

@@ -17,23 +17,32 @@ from ..wire import Sample
 from .canvas import Numbers
 
 MOST_TILES = 256
+MOST_SPREAD = 512  # rows and columns of what was thinned
 PARAMETERS = "weight", "weight_grad", "update"
 
 
 class Arranged(NamedTuple):
-    """A matrix of the values. `gaps` is how far tiles lie apart: there the matrix has no value."""
+    """A matrix of the values; of a large one that was thinned, a smaller matrix, and the shape of the large one."""
 
     matrix: Numbers
-    empty: NDArray[np.bool_] | None = None  # where there is no value
+    empty: NDArray[np.bool_] | None = None  # between tiles, where there is no value
     said: str = ""
+    of: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it shows."""
+        return self.of or self.matrix.shape
 
 
 def arranged(sample: Sample, gap: int = 1) -> Arranged | None:
     """The values as a matrix, or None where their places are not known or there are none."""
     values: Any = real(sample.values)
     shape = [one for one in sample.shape if one != 1]
-    if not values.size or values.size != math.prod(shape):
+    if not values.size or not has_places(sample):
         return None
+    if values.size != math.prod(shape):
+        return spread(values, shape[0], shape[1], thinned_by(sample))
     values = values.reshape(shape)
     if values.ndim <= 2:
         return Arranged(values.reshape(1, -1) if values.ndim < 2 else values)
@@ -52,6 +61,37 @@ def arranged(sample: Sample, gap: int = 1) -> Arranged | None:
     empty[len(tiles) :] = True
     tiles = np.concatenate([tiles, np.zeros((missing, *tiles.shape[1:]), tiles.dtype)])
     return tiled(tiles.reshape(-1, wide, *tiles.shape[1:]), gap, said, empty.reshape(-1, wide))
+
+
+def has_places(sample: Sample) -> bool:
+    """Whether it is known which value lies where: of all values, or of each third one, say, of a matrix."""
+    if sample.size != math.prod(sample.shape):  # of a sparse one, what is stored
+        return False
+    return sample.values.size == sample.size or (
+        sample.thinned and sum(one != 1 for one in sample.shape) == 2 and thinned_by(sample) > 1
+    )
+
+
+def thinned_by(sample: Sample) -> int:
+    """The step from each value that was sent to the next, in the order of memory; 0 if their number does not tell."""
+    count = sample.values.size
+    step = -(-sample.size // count) if count else 0
+    return step if 0 < step < count and -(-sample.size // step) == count else 0
+
+
+def spread(values: Any, rows: int, columns: int, step: int) -> Arranged:
+    """A matrix of which each `step`-th value is known: at each place, the known one before it in its row, if there is
+    one, else the one after it; and whatever is not finite.
+    """
+    down, across = min(rows, MOST_SPREAD), min(columns, MOST_SPREAD)
+    begins = (np.arange(down) * rows // down)[:, None] * columns
+    known = (begins + np.arange(across) * columns // across) // step
+    known += (known * step < begins) & (known * step + step < begins + columns)
+    matrix = values[np.minimum(known, values.size - 1)]
+    wrong = np.nonzero(~np.isfinite(values))[0]
+    row, column = np.divmod(wrong * step, columns)
+    matrix[row * down // rows, column * across // columns] = values[wrong]
+    return Arranged(matrix, None, f"one of {step} values, in the order of memory", (rows, columns))
 
 
 def grid_of(count: int, height: int, width: int) -> int:

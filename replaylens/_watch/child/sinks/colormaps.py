@@ -17,9 +17,12 @@ FAINT: Colour = (150, 158, 172)
 INK: Colour = (235, 237, 240)
 ACCENT: Colour = (110, 180, 255)
 ALARM: Colour = (255, 84, 84)
+LATE: Colour = (255, 176, 66)
 NOT_A_NUMBER: Colour = (255, 0, 190)  # in no table: what is not finite is seen at once
 INFINITE: Colour = (255, 60, 30)
 MINUS_INFINITE: Colour = (0, 220, 255)
+
+LIT = 85  # of 255
 
 ANCHORS = {  # evenly spaced, from the least value to the greatest
     "viridis": "440154 482878 3e4989 31688e 26828e 1f9e89 35b779 6ece58 b5de2b fde725",
@@ -37,6 +40,12 @@ def table(name: str) -> Colours:
     anchors = np.array([tuple(bytes.fromhex(one)) for one in ANCHORS[name].split()], float)
     places = np.linspace(0, len(anchors) - 1, 256)
     return np.stack([np.interp(places, range(len(anchors)), one) for one in anchors.T], -1).round().astype(np.uint8)
+
+
+def lit(name: str) -> Colours:
+    """Those of the table that are seen on a dark ground."""
+    colours = table(name)
+    return colours[colours @ np.array([0.21, 0.72, 0.07]) > LIT]
 
 
 def coloured(shares: NDArray[np.floating], name: str) -> Colours:

@@ -10,7 +10,7 @@ import numpy as np
 from ..statistics import Histogram, real
 from .canvas import Canvas, Numbers
 from .colormaps import ACCENT, BACKGROUND, FAINT, GRID, INFINITE, MINUS_INFINITE, NOT_A_NUMBER, coloured
-from .value_scale import Scale
+from .value_scale import EvenScale, Scale
 from .watched_value import Watched, visible_ticks
 
 FIRST = 24  # samples fill a strip; with more, its rows become narrower
@@ -106,15 +106,18 @@ def strip(value: Watched, canvas: Canvas, outer: Canvas, size: int) -> None:
 
 
 def trend(value: Watched, canvas: Canvas, size: int) -> None:
-    """A single number over the samples so far."""
-    values = np.array(value.single)
-    plot = canvas.part(size * 4.4, size * 0.6, canvas.width - size * 0.5, canvas.height - size * 1.5)
-    grid(value.scale, plot, canvas, size, size * 0.6)
-    graph(value.scale, plot, values)
-    canvas.text(f"the last {len(values)} samples", canvas.width, canvas.height - size * 1.2, size, FAINT, 1.0)
+    """A single number over the steps so far."""
+    steps, values = np.array(value.single).T
+    scale = EvenScale(values)
+    plot = canvas.part(size * 5, size * 0.6, canvas.width - size * 0.5, canvas.height - size * 1.5)
+    grid(scale, plot, canvas, size, size * 0.6)
+    graph(scale, plot, values, (steps - steps[0]) / max(steps[-1] - steps[0], 1))
+    low = canvas.height - size * 1.2
+    canvas.text(f"step {steps[0]:.0f}", size * 5, low, size, FAINT)
+    canvas.text(f"{steps[-1]:.0f}", canvas.width - size * 0.5, low, size, FAINT, 1.0)
 
 
-def grid(scale: Scale, plot: Canvas, outer: Canvas, size: int, top: float) -> None:
+def grid(scale: Scale | EvenScale, plot: Canvas, outer: Canvas, size: int, top: float) -> None:
     """Horizontal lines at the ticks of the scale, with their values at the left of the plot."""
     plot.fill(BACKGROUND)
     for place, text in visible_ticks(scale, plot.height, size * 1.3):
@@ -123,23 +126,26 @@ def grid(scale: Scale, plot: Canvas, outer: Canvas, size: int, top: float) -> No
         outer.text(text, size * 4, top + y - size * 0.6, size, FAINT, 1.0)
 
 
-def graph(scale: Scale, plot: Canvas, values: Numbers) -> None:
-    """A curve through the values, and marks where they are not finite."""
-    count, width = values.size, plot.width
+def graph(scale: Scale | EvenScale, plot: Canvas, values: Numbers, places: Numbers | None = None) -> None:
+    """A curve through the values, and marks where they are not finite. Places are from 0 to 1; None: even ones."""
+    if not plot.width or not plot.height:
+        return
+    if places is None:
+        places = np.arange(values.size) / max(values.size - 1, 1)
     finite = np.where(np.isfinite(values), values, np.nan)
     middle = (plot.height - 3) * (1 - scale.of(finite)) + 1
-    if count > width:
-        begins = np.arange(width) * count // width
-        tops, bottoms = (f.reduceat(middle, begins) for f in (np.fmin, np.fmax))
+    ys = np.interp(np.arange(plot.width) / max(plot.width - 1, 1), places, middle)
+    if values.size > plot.width:
+        columns, tops, bottoms = (places * (plot.width - 1)).astype(int), ys.copy(), ys.copy()
+        np.fmin.at(tops, columns, middle)
+        np.fmax.at(bottoms, columns, middle)
         plot.columns(tops - 0.8, bottoms + 0.8, ACCENT)
     else:
-        places = np.arange(width) * max(count - 1, 1) / max(width - 1, 1)
-        ys = np.interp(places, np.arange(count), middle)
         plot.curve(ys, ACCENT)
-    marks(plot, values)
+    marks(plot, values, places)
 
 
-def marks(plot: Canvas, values: Numbers) -> None:
+def marks(plot: Canvas, values: Numbers, places: Numbers) -> None:
     """Where values are not finite: NaN over the whole height, infinities at their end."""
     wide = max(2, min(plot.width // max(values.size, 1), 6))
     for found, top, bottom, colour in (
@@ -148,9 +154,10 @@ def marks(plot: Canvas, values: Numbers) -> None:
         (values == -np.inf, 0.88, 1.0, MINUS_INFINITE),
     ):
         if found.any():
-            places = np.nonzero(found)[0] * (plot.width - wide) // max(values.size - 1, 1)
-            hit = np.zeros(plot.width, bool)
+            columns = (places[found] * max(plot.width - wide, 0)).astype(int)
+            hit = np.zeros(plot.width + wide, bool)
             for shift in range(wide):
-                hit[places + shift] = True
+                hit[columns + shift] = True
+            hit = hit[: plot.width]
             high, low = (np.where(hit, plot.height * one, np.nan) for one in (top, bottom))
             plot.columns(high, low, colour, 0.85)

@@ -19,6 +19,7 @@ from .colormaps import ALARM, FAINT, INK
 from .movie_files import AnimatedPng, Mp4
 from .new_files import file_name
 from .pictures import Painter
+from .single_numbers import is_own_number
 from .tiles import Tiles
 
 Size = tuple[int, int]
@@ -94,7 +95,7 @@ class FilmMaker:
         return self._folder / f"{self._stem}{name}{self._suffix}"
 
     def _tiled_film(self, path: Path) -> TiledFilm:
-        return TiledFilm(self._reel(path), self._size, self._painter, self._caption)
+        return TiledFilm(self._reel(path), self._size, partial(self._painter, has_note=False), self._caption)
 
 
 class Caption:
@@ -148,28 +149,34 @@ class Reel:
 
 
 class TiledFilm:
-    """A film in which each value has its place."""
+    """A film in which each value has its place. Numbers of the user's own may come in each step: where there are other
+    values as well, these say when there is a new picture.
+    """
 
     def __init__(self, reel: Reel, size: Size | None, painter: Callable[[], Painter], caption: Caption) -> None:
         self._reel, self._caption = reel, caption
         self._tiles = Tiles(size and (size[0], size[1] - HEAD), painter, HEAD)
-        self._step: int | None = None
+        self._step = -1
+        self._is_due = self._has_values = False
 
     def sample(self, sample: Sample, stats: Stats) -> None:
         """A tile, after the picture of the step before."""
-        if self._step not in (None, sample.step):
+        if self._step != sample.step and self._is_due:
             self._add()
         self._step = sample.step
         self._tiles.draw(sample, stats)
+        self._has_values = self._has_values or not is_own_number(sample)
+        self._is_due = self._is_due or not (self._has_values and is_own_number(sample))
 
     def close(self) -> None:
         """The picture of the last step."""
-        if self._step is not None:
+        if self._is_due:
             self._add()
         self._reel.close()
 
     def _add(self) -> None:
-        tiles = self._tiles.picture()
+        self._is_due = False
+        tiles = self._tiles.picture(self._step)
         canvas = Canvas.new(tiles.width, tiles.height + HEAD)
         canvas.put(tiles.pixels, 0, HEAD)
         caption, y = self._caption, 5

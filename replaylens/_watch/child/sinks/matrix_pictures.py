@@ -25,7 +25,7 @@ def heatmap(value: Watched, canvas: Canvas, size: int) -> None:
     if found is None:
         histogram(value, canvas, size)
         return
-    height, width = fitting(found.matrix.shape, plot.height, plot.width)
+    height, width = fitting(found.shape, plot.height, plot.width)
     plot.put(cells(value, found, height, width), (plot.width - width) // 2, (plot.height - height) // 2)
     colour_bar(value, canvas, size)
 
@@ -36,7 +36,7 @@ def surface2d(value: Watched, canvas: Canvas, size: int) -> None:
     if found is None:
         histogram(value, canvas, size)
         return
-    height, width = fitting(found.matrix.shape, plot.height, plot.width)
+    height, width = fitting(found.shape, plot.height, plot.width)
     small = reduced(found.matrix, min(height, 240), min(width, 240), value.scale.middle)
     heights = finer(level(value.scale, small), height, width)
     pixels = shaded(heights, coloured(heights, value.cmap), min(small.shape) * 0.5 + 6)
@@ -59,11 +59,11 @@ def surface(value: Watched, canvas: Canvas, size: int) -> None:
     fine = fineness(plot.width)
     small = reduced(found.matrix, fine // 2, fine // 2, value.scale.middle)
     heights, colours = terrain(value, small, fine)
-    view = view_of(found.matrix.shape, plot.width, plot.height)
+    view = view_of(found.shape, plot.width, plot.height)
     box(value, plot, canvas, view, size, left)
     plot.lay(*landscape(heights, colours, view, plot.width, plot.height))
     frame(plot, view)
-    sides(canvas, view, found.matrix.shape, size, left)
+    sides(canvas, view, found.shape, size, left)
 
 
 def terrain(value: Watched, small: Numbers, fine: int) -> tuple[Numbers, Colours]:

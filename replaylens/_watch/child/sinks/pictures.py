@@ -12,8 +12,9 @@ import numpy as np
 
 from ..statistics import Stats
 from ..wire import Sample
+from .arrangement import has_places
 from .canvas import Canvas, short
-from .colormaps import ACCENT, FAINT, INFINITE, INK, NOT_A_NUMBER, PANEL
+from .colormaps import ACCENT, FAINT, INFINITE, INK, LATE, NOT_A_NUMBER, PANEL
 from .distribution_pictures import histogram, line, trend
 from .lettering import width_of
 from .matrix_pictures import heatmap, surface, surface2d
@@ -35,8 +36,9 @@ PICTURES: dict[str, Callable[[Watched, Canvas, int], None]] = {
 class Painter:
     """Draws the samples of one watched value."""
 
-    def __init__(self, kind: str = "auto", cmap: str = "auto") -> None:
+    def __init__(self, kind: str = "auto", cmap: str = "auto", has_note: bool = True) -> None:
         self.value = Watched(kind, cmap)
+        self._has_note = has_note  # else it is said above all pictures
         self.fault = ""  # of the drawing
 
     @np.errstate(all="ignore")  # values near the largest number are drawn at the ends of scales
@@ -44,10 +46,9 @@ class Painter:
         """The picture of the next sample."""
         self.value.see(sample, stats)
         canvas.fill(PANEL)
-        margin, size = max(canvas.height // 40, 3), text_size(canvas)
-        inner = canvas.part(margin * 1.5, margin, canvas.width - margin * 1.5, canvas.height - margin)
-        top = head(inner, sample, stats, size)
-        bottom = foot(inner, stats, size) if canvas.height > 110 else inner.height
+        inner, size = inside(canvas)
+        top = head(inner, sample, stats, size, sample.note if self._has_note else "")
+        bottom = foot(inner, sample, stats, size) if canvas.height > 110 else inner.height
         self._picture(inner.part(0, top, inner.width, bottom), size)
 
     def _picture(self, canvas: Canvas, size: int) -> None:
@@ -68,13 +69,14 @@ class Painter:
 def chosen(kind: str, sample: Sample) -> str:
     """What fits the sample: the kind that was asked for, if it can be drawn."""
     many = sum(one > 1 for one in sample.shape)
-    flat = sample.thinned or sample.values.size != sample.size  # places are not known
     if sample.size == 1:
         return "trend"
     if kind == "auto":
         kind = "histogram" if many > 2 else "surface" if many == 2 else "line"
-    if flat and kind in ("heatmap", "surface", "surface2d", "scatter"):
+    if kind in ("heatmap", "surface", "surface2d") and not has_places(sample):
         return "histogram"
+    if kind == "scatter" and (sample.thinned or sample.values.size != sample.size):
+        return "histogram"  # of no row all is known
     if many < 2 and kind in ("surface", "surface2d"):
         return "line"
     return "histogram" if many < 2 and kind == "scatter" else kind
@@ -84,7 +86,21 @@ def text_size(canvas: Canvas) -> int:
     return int(np.clip(min(canvas.height / 24, canvas.width / 30), 9, 18))
 
 
-def head(canvas: Canvas, sample: Sample, stats: Stats, size: int) -> float:
+def inside(canvas: Canvas) -> tuple[Canvas, int]:
+    """A picture without its margins, and the size of its text."""
+    margin = max(canvas.height // 40, 3)
+    return canvas.part(margin * 1.5, margin, canvas.width - margin * 1.5, canvas.height - margin), text_size(canvas)
+
+
+def mark_step(canvas: Canvas, step: int) -> None:
+    """Write the step of a picture anew, where it is not that of the pictures around it."""
+    inner, size = inside(canvas)
+    text = f"step {step}"
+    inner.part(inner.width - width_of(text, size) - 4, 0, inner.width, size * 1.3).fill(PANEL)
+    inner.text(text, inner.width, 0, size, LATE, 1.0)
+
+
+def head(canvas: Canvas, sample: Sample, stats: Stats, size: int, note: str) -> float:
     """Which value it is, of which step. Gives where the picture begins."""
     step = f"step {sample.step}"
     room = canvas.width - width_of(step, size) - size
@@ -100,7 +116,7 @@ def head(canvas: Canvas, sample: Sample, stats: Stats, size: int) -> float:
         shape = "×".join(map(str, sample.shape)) or "one number"
         facts = [shape, sample.dtype]
         facts += [f"{sample.values.size:,} of {sample.size:,} values"] * sample.thinned
-        facts += ["scaled by the loss scale"] * sample.scaled + [sample.note] * bool(sample.note)
+        facts += ["scaled by the loss scale"] * sample.scaled + [note] * bool(note)
         canvas.part(0, 0, x - size, canvas.height).text("   ".join(facts), 0, y, small, FAINT)
         return y + small * 1.7
     return y
@@ -114,10 +130,13 @@ def warnings(canvas: Canvas, stats: Stats, x: float, y: float, size: int) -> flo
     return x
 
 
-def foot(canvas: Canvas, stats: Stats, size: int) -> float:
+def foot(canvas: Canvas, sample: Sample, stats: Stats, size: int) -> float:
     """The numbers. Gives where they begin."""
     y, small = canvas.height - size * 1.25, max(size - 2, 8)
-    if stats.mean is not None and stats.std is not None and stats.least is not None and stats.most is not None:
+    if sample.size == 1:
+        if stats.mean is not None:
+            canvas.text(f"now {stats.mean:.5g}", 0, y, small, FAINT)
+    elif stats.mean is not None and stats.std is not None and stats.least is not None and stats.most is not None:
         texts = f"mean {short(stats.mean)}", f"std {short(stats.std)}", f"{short(stats.least)} … {short(stats.most)}"
         all_fit = sum(width_of(text, small) for text in texts) < canvas.width - 2 * size
         for text, place in zip(texts, (0.0, 0.5, 1.0), strict=True):

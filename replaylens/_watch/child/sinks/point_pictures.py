@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from .canvas import Canvas, Numbers, short
-from .colormaps import BACKGROUND, FAINT, GRID, Colours, coloured
+from .colormaps import BACKGROUND, FAINT, GRID, Colours, lit
 from .distribution_pictures import histogram
 from .watched_value import Watched
 
@@ -27,7 +27,8 @@ def scatter(value: Watched, canvas: Canvas, size: int) -> None:
     plot.line(0, middle[1], plot.width, middle[1], GRID)
     reach = value.axes.reach
     xs, ys = (c + place / reach * c * 0.92 for c, place in zip(middle, (places[:, 0], -places[:, 1]), strict=True))
-    discs(plot, xs, ys, coloured(order, "turbo" if value.cmap == "viridis" else value.cmap), 1 + size / 9)
+    colours = lit("turbo" if value.cmap == "viridis" else value.cmap)
+    discs(plot, xs, ys, colours[(order * (len(colours) - 1)).astype(int)], 1 + size / 9)
     canvas.text(
         f"{len(order):,} rows   principal components {explained[0]:.0%}, {explained[1]:.0%}   ±{short(reach)}",
         canvas.width / 2, canvas.height - size * 1.2, size, FAINT, 0.5,

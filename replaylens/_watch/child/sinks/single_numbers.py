@@ -21,7 +21,7 @@ def is_own_number(sample: Sample) -> bool:
 
 
 def numbers_of(sample: Sample, stats: Stats) -> dict[str, float]:
-    """Those that there are: of a sample without a finite value, only the counts. A number of the user's own as it is."""
+    """Those that there are: of a sample without a finite value, only the counts. One of the user's own as it is."""
     if is_own_number(sample):
         return {title(sample.name): float(real(sample.values).item())}
     found = {name: getattr(stats, name) for name in NUMBERS}

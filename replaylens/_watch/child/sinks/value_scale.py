@@ -86,6 +86,32 @@ class Scale:
         return [(float(self.of(np.array(value))), short(value)) for value in values if abs(value) <= LARGEST]
 
 
+class EvenScale:
+    """An even scale of the finite ones of some numbers. Few that lie far out are put at its ends."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        fine = numbers[np.isfinite(numbers)]
+        least, low, high, most = np.quantile(fine, [0, 0.05, 0.95, 1]) if fine.size else (0.0, 0.0, 1.0, 1.0)
+        room = 3 * (high - low) or abs(high) / 10 or 1.0
+        self._low, self._high = max(least, low - room), min(most, high + room)
+        if not self._low < self._high:
+            self._low, self._high = self._low - room, self._high + room
+
+    def of(self, values: Numbers) -> Numbers:
+        """Positions from 0 to 1."""
+        return np.clip((values - self._low) / (self._high - self._low), 0, 1)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Positions with their values as text: even ones, with the digits that they need."""
+        unit = rounded((self._high - self._low) / 4)
+        digits = max(0, -math.floor(math.log10(unit))) if 0 < unit < 1e5 else 0
+        first, last = math.ceil(self._low / unit), math.floor(self._high / unit)
+        values = [number * unit for number in range(first, min(last, first + 12) + 1)]
+        large = max(map(abs, values), default=0) >= 1e5 or digits > 5
+        texts = [short(value) if large else f"{value:.{digits}f}" for value in values]
+        return [(float(self.of(np.array(value))), text) for value, text in zip(values, texts, strict=True)]
+
+
 def rounded(number: float) -> float:
     """The nearest of 1, 2 and 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(number))

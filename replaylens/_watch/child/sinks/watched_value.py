@@ -7,9 +7,10 @@ from collections import deque
 from ..statistics import Histogram, Stats, real
 from ..wire import Sample
 from .principal_axes import PrincipalAxes
-from .value_scale import Scale
+from .value_scale import EvenScale, Scale
 
 PAST = 96  # samples
+MOST_SINGLE = 1 << 14
 
 
 class Watched:
@@ -23,7 +24,7 @@ class Watched:
         self.scale = Scale()
         self.axes = PrincipalAxes()
         self.past: deque[Histogram | None] = deque(maxlen=PAST)
-        self.single: deque[float] = deque(maxlen=PAST)  # of a value that is one number
+        self.single: deque[tuple[int, float]] = deque(maxlen=MOST_SINGLE)  # of one number: steps and values
 
     @property
     def cmap(self) -> str:
@@ -38,10 +39,10 @@ class Watched:
         self.scale.see(stats)
         self.past.append(stats.histogram)
         if sample.size == 1 and sample.values.size:
-            self.single.append(float(real(sample.values).ravel()[0]))
+            self.single.append((sample.step, float(real(sample.values).ravel()[0])))
 
 
-def visible_ticks(scale: Scale, length: float, least: float) -> list[tuple[float, str]]:
+def visible_ticks(scale: Scale | EvenScale, length: float, least: float) -> list[tuple[float, str]]:
     """Ticks that lie so many pixels apart; the middle one and the ends come first."""
     ticks = scale.ticks()
     chosen: list[tuple[float, str]] = []
