@@ -770,15 +770,93 @@ def test_a_model_that_cannot_be_copied_may_be_changed_itself(tmp_path):
 
 def test_a_model_that_keeps_something_else_is_noticed(tmp_path):
     class Counting(nn.Linear):
-        count = 0
+        def __init__(self):
+            super().__init__(3, 2)
+            self.counts = []
 
         def forward(self, x):
-            self.count += 1
-            return super().forward(x) * self.count
+            self.counts.append(len(self.counts))
+            output = super().forward(x) * len(self.counts)
+            return output if len(self.counts) > 1 else (output, output)
 
-    kept = kept_step(Counting(3, 2), tmp_path)
-    with pytest.warns(UserWarning, match="gives another output than the step did"):
-        kept.capture(Counting(3, 2))
+    kept = kept_step(Counting(), tmp_path)
+    says = "The model is built otherwise, or keeps in other objects what no step holds"
+    with pytest.warns(UserWarning, match=f"gives another output than the step did. {says}"):
+        prog = kept.capture(Counting())
+    with pytest.raises(rl.InputMismatch, match=f"the output has 2 tensors, and that of the step had 1. {says}"):
+        kept.backward(prog)
+
+
+class Config:
+    def __init__(self, **facts):
+        vars(self).update(facts)
+
+
+class Configured(nn.Module):
+    """What it gives depends on plain attributes, of its own and of its config."""
+
+    def __init__(self, both=True, scale=1.0, word="a"):
+        super().__init__()
+        self.config, self.word, self.count = Config(both=both, _own=both, odd=[both]), word, 0
+        self.lin = nn.Linear(3, 2)
+        self.lin.config, self.lin.scale = self.config, scale
+
+    def forward(self, x):
+        self.count += 1
+        output = self.lin(x) * self.lin.scale * len(self.word) * self.count
+        return (output, output + 1) if self.config.both else output
+
+
+def test_plain_attributes_of_modules_and_their_configs_are_those_of_the_step(tmp_path):
+    loop = Loop(Configured(), None, tmp_path, keep_every=3)
+    loop.model.config.both = False  # as trainers do
+    loop.model.lin.scale, loop.model.word = float("-inf"), "abc"
+    run(loop, 2)
+    loop.model.lin.scale = 0.5
+    run(loop, 2)
+    [kept] = loop.close()
+    assert kept.why == ("`lin.scale` is 0.5, and may have been otherwise in the forward",)
+    model, kept = Configured(scale=7.0), step(kept.path)
+    prog = kept.capture(model)
+    [[live]] = loop.outputs
+    assert same(prog.output, live) and same(kept.backward(prog)["lin.weight"], loop.grads[0]["lin.weight"])
+    assert (model.config.both, model.lin.scale, model.word, model.count) == (True, 7.0, "a", 0)
+    assert kept.data.attributes["config"].plain == {"both": False}
+    assert kept.data.attributes[""].plain == {"word": "abc", "count": 3}
+
+
+def test_attributes_that_go_with_others_are_named_and_left(tmp_path):
+    class Table(nn.Module):
+        def __init__(self, shift=0):
+            super().__init__()
+            self.lin, self.table, self.length, self.shift = nn.Linear(3, 2), None, 0, shift
+
+        def forward(self, x):
+            if self.length != len(x):
+                self.table, self.length = torch.zeros(len(x), 1), len(x)
+            return self.lin(x) + self.table + self.shift
+
+    kept = kept_step(Table(5), tmp_path)
+    with pytest.warns(UserWarning, match="What is known to differ:\n    `") as warned:
+        assert kept.capture(Table()).output.shape == (4, 2)
+    said = str(warned[0].message)
+    assert "`length` is 0; in the step it was 4" in said and "`shift` is 0; in the step it was 5" in said
+
+
+def test_a_config_that_a_copy_shares_with_the_model_is_left(tmp_path):
+    class Shared(Config):
+        def __deepcopy__(self, memo):
+            return self
+
+    def make(both):
+        model = Configured(both)
+        model.config = model.lin.config = Shared(both=both)
+        return model
+
+    kept, model = kept_step(make(False), tmp_path), make(True)
+    with pytest.warns(UserWarning, match="`config.both` is True; in the step it was False"):
+        kept.capture(model)
+    assert model.config.both
 
 
 def test_an_object_among_the_inputs_is_one_of_its_class_again_if_the_model_is_of_its_package(tmp_path):
@@ -868,6 +946,7 @@ ALTERED = [
     ("generators", [["cpu", [0, 0, 0, "uint8", [16], [1]]]]), ("generators", [["save:0", [0, 0, 0, "uint8", [16], [1]]]]),
     ("given", [[[0], True, False, "nowhere"]]),
     ("modules", [["", "Linear", 1]]), ("numbers", {"output": "much"}), ("threads", "all"), ("extremes", [[0.0]]),
+    ("attributes", [["", {"a": []}, []]]), ("attributes", [["", {"_a": 1}, []]]), ("attributes", [["", {"a": "b" * 201}, []]]),
     ("examples", [[4], 1, 4]), ("examples", [[0, 1], 1, 4]), ("examples", [[], 0, 4]),
     ("context", 99), ("reason", "\x1b[2J"), ("grads", [[99, 0, 0, "float32", [4], [1]]]), ("more", 1),
 ]  # fmt: skip

@@ -22,8 +22,22 @@ from .._ir.torch_private import is_any_autocast_on, is_wrapped
 from .._ir.trees import ATOMS, Branch, freeze_deep, leaves, map_leaves_shared
 from .._store.pool import require_writable
 from .judges import are_finite, extremes
-from .model_of_step import DEVICES, copies_of, generators_of, modules_of, numpy_state, places_of
-from .step_data import Examples, GivenTensor, ModuleFacts, StepData
+from .model_of_step import (
+    DEVICES,
+    are_equal,
+    attributes_of_model,
+    config_of,
+    copies_of,
+    generators_of,
+    joined,
+    modules_of,
+    numpy_state,
+    other_names,
+    owners_of,
+    places_of,
+    plain_in,
+)
+from .step_data import Attributes, Examples, GivenTensor, ModuleFacts, Plain, StepData
 from .targets import unwrapped_model
 
 _LARGE = 2**18  # bytes of a buffer that is looked at before it is copied, of an output that is looked at at once
@@ -46,15 +60,19 @@ class Places:
     devices: list[str]  # that are in use besides the CPU
     settings: Settings  # switches that choose kernels, when the places were listed
     are_tied: bool  # a parameter stands in two places
+    attributes: dict[str, dict[str, Plain]]  # as they were when the places were listed
+    varying: frozenset[tuple[str, str]]  # path and name of those that were otherwise when they were listed before
     writes_inputs: bool = False  # a forward has written its inputs in place
     forwards: int = 0
     copies: dict[str, tuple[Any, torch.Tensor]] = field(factory=dict)  # of large buffers, and what these looked like
+    is_fresh: bool = True  # nothing has begun since they were listed
 
     @staticmethod
     def of(module: nn.Module, before: Places | None = None) -> Places:
         """The places of a module, beneath its wrappers, and of those below it."""
         inner, is_compiled = unwrapped_model(module)
         rows = [(address, ref(inside), key, is_parameter) for address, inside, key, is_parameter in places_of(inner)]
+        attributes = attributes_of_model(inner)
         return Places(
             ref(inner),
             is_compiled,
@@ -65,6 +83,8 @@ class Places:
             [kind for kind in DEVICES if _is_in_use(kind)],
             settings(torch.float32),
             len(list(inner.parameters())) < len([row for row in rows if row[3]]),
+            attributes,
+            frozenset() if before is None else before.varying | _changed(before.attributes, attributes),
             before is not None and before.writes_inputs,
             before.forwards if before is not None and before.forwards == 1 else 0,
         )
@@ -93,6 +113,21 @@ class Places:
         if known is None or known[0] != look:
             known = self.copies[address] = look, copies_of([buffer])[0]
         return known[1]
+
+    def attributes_now(self) -> dict[tuple[str, str], Plain]:
+        """Those plain attributes that vary from forward to forward; all of them where they were listed just now."""
+        if self.is_fresh:
+            self.is_fresh = False
+            return {(path, name): value for path, held in self.attributes.items() for name, value in held.items()}
+        if not self.varying:
+            return {}
+        modules, found = dict(self.modules), {}
+        for path, name in self.varying:
+            at = modules.get(path) or modules[path.rpartition(".")[0]]
+            if (module := at()) is not None:
+                owner = vars(module) if path in modules else config_of(module)
+                found[path, name] = (owner or {}).get(name)
+        return found
 
     def generator_states(self) -> dict[str, torch.Tensor]:
         """The states of the generators that a forward may draw from."""
@@ -185,6 +220,7 @@ class Beginning:
     fused_steps: int
     training: list[bool]
     buffers: dict[str, torch.Tensor]
+    attributes: dict[tuple[str, str], Plain]
     generators: dict[str, torch.Tensor]
     python: Any
     numpy: Any
@@ -306,6 +342,7 @@ def data_of(one: Beginning, module: nn.Module) -> StepData:
         state,
         frozen_ones,
         tuple([ModuleFacts(address, kind, training.get(address, False)) for address, kind in kinds.items()]),
+        _attributes_of(one, module),
         one.generators,
         one.python,
         one.numpy,
@@ -369,6 +406,34 @@ def _state_of(one: Beginning, module: nn.Module) -> tuple[list[torch.Tensor], di
             tensors.append(held.detach() if is_parameter else one.buffers.get(address, held))
         state[address] = number
     return tensors, state, frozenset(frozen_ones)
+
+
+def _attributes_of(one: Beginning, module: nn.Module) -> dict[str, Attributes]:
+    """The plain attributes as they were when the step began, as far as that is known."""
+    found = {}
+    for path, owner in owners_of(module).items():
+        plain, listed = plain_in(owner), one.places.attributes.get(path, {})
+        others = other_names(owner, plain)
+        for name, now in plain.items():
+            if (path, name) in one.attributes:
+                plain[name] = one.attributes[path, name]
+            elif name not in listed or not are_equal(listed[name], now):
+                one.why.append(f"`{joined(path, name)}` is {now!r:.40}, and may have been otherwise in the forward")
+        if plain or others:
+            found[path] = Attributes(plain, others)
+    return found
+
+
+def _changed(before: dict[str, dict[str, Plain]], now: dict[str, dict[str, Plain]]) -> frozenset[tuple[str, str]]:
+    """The plain attributes that are no longer as they were, or came since."""
+    return frozenset(
+        [
+            (path, name)
+            for path, held in now.items()
+            for name, value in held.items()
+            if name not in (then := before.get(path, {})) or not are_equal(then[name], value)
+        ]
+    )
 
 
 def _is_plain_leaf(leaf: Any) -> bool:

@@ -237,6 +237,7 @@ class Keeper:
             FUSED_STEPS.count,
             [(inner := at()) is not None and inner.training for _, at in places.modules],
             places.copied_buffers() if places.buffers else {},
+            places.attributes_now(),
             places.generator_states(),
             random.getstate() if self._takes_all_generators else None,
             numpy_state_kept() if self._takes_all_generators else None,

@@ -1,14 +1,18 @@
 """A model in the state in which a step found it: what keeps it from being that model, its tensors, flags, generators.
 
+What else it keeps, plain numbers and words in its modules and in their `config`, is there too: `config.use_cache` says
+how many tensors a model returns.
+
 In: a model, and StepData. Out: a list of differences; or the model with the numbers of the step in it, and a block in
 which modes and generators are those of the step. Copies of tensors lie in memory as the originals did.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,7 +21,7 @@ from torch import nn
 
 from .._ir.memory import span, storage_of, writable_copy
 from .._replay.interpreter import modes
-from .step_data import StepData
+from .step_data import LONGEST_WORD, Attributes, Plain, StepData
 
 _ALIGNMENT = 64  # of memory: kernels give other last bits where it lies otherwise
 
@@ -167,6 +171,101 @@ def load_state(twin: nn.Module, data: StepData) -> None:
     training = {one.address: one.is_training for one in data.modules}
     for address, module in modules_of(twin):
         module.training = training[address]
+
+
+# -- its plain attributes ----------------------------------------------------------------------------------------------
+
+
+CONFIG = "config"  # under which modules hold what they were built from
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+
+
+def owners_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What holds attributes, by path: the modules, and each object that some of them hold as `config`, once."""
+    found: dict[str, dict[str, Any]] = {}
+    known: set[int] = set()
+    for address, module in model.named_modules():
+        found[address] = vars(module)
+        held = config_of(module)
+        if held is not None and id(held) not in known:
+            known.add(id(held))
+            found[joined(address, CONFIG)] = held
+    return found
+
+
+def config_of(module: nn.Module) -> dict[str, Any] | None:
+    """The attributes of what a module holds as `config`."""
+    config = vars(module).get(CONFIG)
+    held = config if type(config) is dict else getattr(config, "__dict__", None)
+    return held if type(held) is dict else None
+
+
+def is_plain(value: Any) -> bool:
+    """True for what a file holds as it is: a truth value, a number, a short text, None."""
+    kind = type(value)
+    if kind is int:
+        return bool(abs(value) < 2**53)
+    if kind is str:
+        return len(value) <= LONGEST_WORD and value.isprintable()
+    return kind is bool or kind is float or value is None
+
+
+def plain_in(owner: Mapping[Any, Any]) -> dict[str, Plain]:
+    """The public plain attributes in a dict of attributes."""
+    return {
+        name: value
+        for name, value in owner.items()
+        if type(name) is str and name.isidentifier() and name[0] != "_" and name != "training" and is_plain(value)
+    }
+
+
+def attributes_of_model(model: nn.Module) -> dict[str, dict[str, Plain]]:
+    """The plain attributes by path of their owner."""
+    return {path: plain_in(owner) for path, owner in owners_of(model).items()}
+
+
+def other_names(owner: Mapping[Any, Any], plain: Collection[str]) -> frozenset[str]:
+    """The names in a dict of attributes of what is not plain."""
+    return frozenset([name for name in map(str, owner) if name not in plain and name not in _OF_ALL_MODULES])
+
+
+def are_equal(one: Plain, other: Plain) -> bool:
+    """True if two plain values are one."""
+    if type(one) is not type(other):
+        return False
+    return one == other or (type(one) is float and math.isnan(one) and one != one and other != other)
+
+
+def restore_attributes(twin: nn.Module, data: StepData, untouched: Collection[int]) -> list[str]:
+    """Give the copy of a model the plain attributes of the step; what stays otherwise is said. A module is given them
+    if it has the same attributes besides: what a number goes with, such as a table that a first forward makes, may
+    be missing otherwise. `untouched` are the ids of dicts that are not the copy's own.
+    """
+    owners, modules, found = owners_of(twin), dict(modules_of(twin)), []
+    for path, then in data.attributes.items():
+        owner = owners.get(path, {})
+        is_alike = path not in modules or _has_the_same(modules[path], then)
+        for name, value in then.plain.items():
+            now = owner.get(name, getattr(type(modules.get(path)), name, _MISSING))
+            if is_plain(now) and are_equal(now, value):
+                continue
+            if is_alike and is_plain(now) and id(owner) not in untouched:
+                owner[name] = value
+            else:
+                is_now = f"is {now!r:.40}" if is_plain(now) else "is not there" if now is _MISSING else "is no number"
+                found.append(f"`{joined(path, name)}` {is_now}; in the step it was {value!r:.40}")
+    return found
+
+
+_MISSING = object()
+
+
+def _has_the_same(module: nn.Module, then: Attributes) -> bool:
+    """True if a module has the attributes that it had in the step, some perhaps from its class."""
+    plain = plain_in(vars(module))
+    if other_names(vars(module), plain) != then.others or not plain.keys() <= then.plain.keys():
+        return False
+    return all(is_plain(getattr(type(module), name, _MISSING)) for name in then.plain.keys() - plain.keys())
 
 
 @contextmanager

@@ -16,10 +16,12 @@ from attrs import frozen
 from .._ir.node import Context, Ref, refs_in
 from .._ir.trees import Branch
 from .._store.pool import natural
-from .._store.read_trees import TreeReader, bad, exactly, flag, items, line, number, optional
+from .._store.read_trees import TreeReader, bad, exactly, flag, items, line, mapping, number, optional
 from .._store.write_trees import TreeWriter
 
 Json = Any
+Plain = bool | int | float | str | None  # what a file holds as it is
+LONGEST_WORD = 200  # characters of a plain attribute
 
 
 @frozen(eq=False)
@@ -39,6 +41,14 @@ class ModuleFacts:
     address: str
     kind: str
     is_training: bool
+
+
+@frozen(eq=False)
+class Attributes:
+    """What a module keeps besides tensors and modules, or an object that it holds as `config`."""
+
+    plain: Mapping[str, Plain]
+    others: frozenset[str]  # the names of what is not plain, of which nothing else is known
 
 
 @frozen
@@ -78,6 +88,7 @@ class StepData:
     state: Mapping[str, int]  # address -> the number among these
     frozen: frozenset[str]  # addresses of parameters that need no gradient
     modules: tuple[ModuleFacts, ...]
+    attributes: Mapping[str, Attributes]  # by address of a module, or that of its `config`
     generators: Mapping[str, torch.Tensor]  # "cpu", "cuda:0"; "model:" and the path of one that the model holds
     python: Any  # the state of `random`, if it was asked for
     numpy: Any
@@ -91,8 +102,8 @@ class StepData:
 _MOST_EXAMPLES = 8
 
 PARTS = {
-    "inputs", "given", "tensors", "state", "frozen", "modules", "generators", "python", "numpy", "context", "threads",
-    "grads", "arrivals", "extremes",
+    "inputs", "given", "tensors", "state", "frozen", "modules", "attributes", "generators", "python", "numpy",
+    "context", "threads", "grads", "arrivals", "extremes",
 }  # fmt: skip
 
 
@@ -113,6 +124,10 @@ def data_json(writer: TreeWriter, data: StepData) -> dict[str, Json]:
         "state": list(map(list, data.state.items())),
         "frozen": sorted(data.frozen),
         "modules": [[one.address, one.kind, one.is_training] for one in data.modules],
+        "attributes": [
+            [path, {name: writer.value(value) for name, value in one.plain.items()}, sorted(one.others)]
+            for path, one in data.attributes.items()
+        ],
         "generators": [[name, add(state, f"generator/{name}")] for name, state in data.generators.items()],
         "python": _nested_lists(data.python),
         "numpy": _nested_lists(data.numpy),
@@ -148,6 +163,7 @@ def read_data(reader: TreeReader, given: Mapping[str, Json]) -> StepData:
         state,
         frozenset(map(line, items(given["frozen"]))),
         tuple([ModuleFacts(*_module(row)) for row in items(given["modules"])]),
+        dict([_read_attributes(row) for row in items(given["attributes"])]),
         {line(name): _generator_state(reader, name, row) for name, row in rows},
         optional(_python_state, given["python"]),
         optional(_state_of_numpy, given["numpy"]),
@@ -234,6 +250,24 @@ def _is_call(tree: Any) -> bool:
 def _module(row: Json) -> tuple[str, str, bool]:
     address, kind, is_training = exactly(row, 3)
     return line(address), line(kind), flag(is_training)
+
+
+def _read_attributes(row: Json) -> tuple[str, Attributes]:
+    path, plain, others = exactly(row, 3)
+    values = {line(name): _plain_value(value) for name, value in mapping(plain).items()}
+    if not all(name.isidentifier() and name[0] != "_" for name in values):
+        bad("an attribute is none that a step keeps")
+    return line(path), Attributes(values, frozenset(map(line, items(others))))
+
+
+def _plain_value(value: Json) -> Plain:
+    if value is None or type(value) is bool or type(value) is int:
+        return value
+    if type(value) is not str:
+        return float(number(value))
+    if len(line(value)) > LONGEST_WORD:
+        bad("an attribute is longer than a step keeps it")
+    return value
 
 
 def _extremes(row: Json) -> tuple[float, float]:

@@ -37,7 +37,16 @@ from .._store.results import parts
 from .._store.write_trees import CONTROLS, TreeWriter
 from ..errors import CaptureError, InputMismatch, NoGradient, NotSaved
 from ..program import Program, capture
-from .model_of_step import as_it_was, copies_of, differences, homes_of, joined, load_state
+from .model_of_step import (
+    as_it_was,
+    copies_of,
+    differences,
+    homes_of,
+    joined,
+    load_state,
+    owners_of,
+    restore_attributes,
+)
 from .step_data import PARTS, Examples, StepData, data_json, read_data, read_examples
 from .targets import unwrapped_model
 
@@ -73,6 +82,7 @@ class Step:
     path: str | None = None  # of its file; None if there is none
     _data: StepData | None = None
     _program: Any = None  # the last one that was made of it
+    _differences: tuple[str, ...] = ()  # of the last model that was put into its state
     _outside: dict[int, torch.Tensor] | None = None  # see _from_outside
 
     @property
@@ -136,12 +146,14 @@ class Step:
 
         `model` is one of the same class, as it is built for training; its numbers do not matter. A copy of it is put
         into the state of the step, and run once. With `copy=False` it is the model itself that is changed, for one that
-        cannot be copied. `save` selects values as in `replaylens.capture`. Objects among the inputs are made anew if
-        their class is of the model's own package, or of one that `trust` names, and was imported.
+        cannot be copied. Of what modules and their `config` keep in other attributes, numbers, truth values and short
+        texts are those of the step. `save` selects values as in `replaylens.capture`. Objects among the inputs are made
+        anew if their class is of the model's own package, or of one that `trust` names, and was imported.
         """
         data = self.data
-        twin = self._twin(model, copy)
+        twin, others = self._twin(model, copy)
         load_state(twin, data)
+        self._differences = tuple(restore_attributes(twin, data, others))
         args, kwargs = self._given(twin, trust)
         own = {name: kwargs.pop(name) for name in ("save", "fake", "unknown") if name in kwargs}
         called = partial(twin, **own) if own else twin
@@ -165,7 +177,9 @@ class Step:
         freeze_deep(output, found.append)
         grads = self.data.grads
         if len(found) != len(grads):
-            raise InputMismatch(f"the output has {len(found)} tensors, and that of the step had {len(grads)}.")
+            raise InputMismatch(
+                f"the output has {len(found)} tensors, and that of the step had {len(grads)}. {self._what_differs()}"
+            )
         pairs = [(found[at], grad) for at, grad in self._from_outside().items()]
         gradient_at: Any = _GradientAt.apply
         made: torch.Tensor = gradient_at(len(pairs), *[one for one, _ in pairs], *[grad for _, grad in pairs])
@@ -207,7 +221,8 @@ class Step:
             self._outside = grads
         return self._outside
 
-    def _twin(self, model: nn.Module, copy: bool) -> nn.Module:
+    def _twin(self, model: nn.Module, copy: bool) -> tuple[nn.Module, set[int]]:
+        """The model to be put into the state of the step, and what of it is another one's: dicts, by id."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"capture takes the model, an nn.Module, not {model!r:.60}.")
         called = unwrapped_model(model)[0]
@@ -226,7 +241,7 @@ class Step:
                 "Build it as it was built for the training."
             )
         if not copy:
-            return called
+            return called, set()
         try:
             twin = deepcopy(called)
         except Exception as error:
@@ -236,7 +251,7 @@ class Step:
             ) from error
         for parameter in twin.parameters():
             parameter.grad = None
-        return twin
+        return twin, set(map(id, owners_of(called).values()))
 
     def _given(self, twin: nn.Module, trust: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs in memory of their own, for the model to do with them what it does."""
@@ -267,10 +282,17 @@ class Step:
         if len(found) == len(then) and all(map(_are_alike, found, then)):
             return
         warnings.warn(
-            f"the program of step {self.number} gives another output than the step did. The model keeps something that "
-            "is neither a parameter nor a buffer, or is built otherwise; `step.why` says what could not be kept.",
+            f"the program of step {self.number} gives another output than the step did. {self._what_differs()}",
             stacklevel=3,
         )
+
+    def _what_differs(self) -> str:
+        """What is known of why a model gives something else than that of the step did."""
+        found = [*self._differences, *self.why]
+        if not found:
+            return "The model is built otherwise, or keeps in other objects what no step holds."
+        more = f"\n    and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        return f"What is known to differ:{''.join([f'{chr(10)}    {one}' for one in found[:_SHOWN]])}{more}"
 
     def __repr__(self) -> str:
         return f"<Step {self.number} of {self.name}: {self.reason}>"
