@@ -47,6 +47,7 @@ def train(model, data, optimizer=None, before_step=lambda step: None):
 
 def samples(watch):
     """All samples that the ring still has, by step, name and kind."""
+    watch.stats()  # sends gradients that wait for a scaler
     reader, found = watch._session.ring.reader(), {}
     while (sample := reader.take()) is not None:
         assert (sample.step, sample.name, sample.what) not in found, "one value was sent twice"
@@ -146,7 +147,8 @@ def test_every_micro_batch_is_sampled_where_that_is_asked():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = list(batches(3, 6, classes=3))
-    with rl.watch(model, "0", every=1, micro="all", sink=[]) as watch:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)  # known to be none, so that no gradient waits for one
+    with rl.watch(model, "0", every=1, micro="all", sink=[], scaler=scaler) as watch:
         for x, y in data:
             F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -288,6 +290,185 @@ def test_single_tensors_are_watched_by_the_name_that_they_are_given():
     assert torch.equal(value(found[1, "prompt", "activation"]), before)
     assert torch.equal(value(found[1, "prompt", "grad"]), gradient)
     assert not prompt._backward_hooks
+
+
+class Fragile(nn.Module):
+    """Raises where the batch is too large for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        if len(x) > 6:
+            raise RuntimeError("out of memory")
+        return h
+
+
+def test_a_forward_that_raised_and_an_evaluation_take_no_names_of_the_trainings():
+    model = Fragile()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rl.watch(model, ["a", "tanh"], every=1, sink=[]) as watch:
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                model(torch.ones(8, 3))
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+            model.eval()
+            model(torch.ones(5, 3))
+            model.train()
+        reader, found = watch._session.ring.reader(), []
+        while (sample := reader.take()) is not None:
+            found.append((sample.step, sample.name, sample.what, sample.shape[0]))
+    assert {one for one in found if one[3] == 4} == {
+        (step, name, what, 4) for step in (0, 1) for name in ("a", "tanh_1") for what in ("activation", "grad")
+    }
+    assert {one for one in found if one[3] != 4} == {(0, "a", "activation", 8), (1, "a", "activation", 8)}
+
+
+def test_a_part_without_gradients_of_a_trainings_forward_is_its_first_call():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = nn.Linear(3, 3)
+
+        def forward(self, x):
+            with torch.no_grad():
+                target = self.f(x)
+            return self.f(x) - target + x
+
+    model = Net()
+    with rl.watch(model, "f", every=1, sink=[]) as watch:
+        model(torch.ones(1, 3)).sum().backward()
+        assert [key[1:] for key in samples(watch)] == [("f", "activation"), ("f:2", "activation"), ("f:2", "grad")]
+
+
+def test_values_without_gradients_are_those_of_the_first_micro_batch_too():
+    model = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with rl.watch(model, "0", every=1, what=("input", "activation"), sink=[]) as watch:
+        for number in range(3):
+            model(torch.full((1, 3), float(number))).sum().backward()
+        optimizer.step()
+        found = samples(watch)
+    assert list(found) == [(0, "0", "input"), (0, "0", "activation")]
+    assert value(found[0, "0", "input"])[0, 0].item() == 0.0
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another one of the same weights, which it moves half of the way back."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        weights = [p for group in self.inner.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in weights]
+        self.inner.step()
+        with torch.no_grad():
+            for p, old in zip(weights, before):
+                p.lerp_(old, 0.5)
+
+
+def test_an_optimizer_within_another_ones_step_makes_no_step_of_its_own():
+    model = mlp()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    with rl.watch(model, "0", every=1, what=("weight", "update"), sink=[]) as watch:
+        for x, y in batches(3, 6, classes=3):
+            before = model[0].weight.detach().clone()
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        found = samples(watch)
+        assert watch.step_number == 3
+    assert torch.equal(value(found[2, "0.weight", "weight"]), before)
+    assert torch.equal(value(found[2, "0.weight", "update"]), model[0].weight.detach() - before)
+
+
+@pytest.mark.parametrize("pattern", ["in the backward", "now and then", "in turns"])
+def test_a_step_of_several_optimizers_ends_with_the_next_forward_at_the_latest(pattern):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pair = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model]
+    if pattern == "in the backward":
+        for layer, optimizer in zip(model, pair):
+            layer.weight.register_post_accumulate_grad_hook(lambda p, optimizer=optimizer: optimizer.step())
+    with rl.watch(model, ["", "0", "relu"], every=1, what=("input", "activation", "weight"), sink=[]) as watch:
+        for number in range(6):
+            with torch.no_grad():
+                model[0].bias.fill_(number)
+            model(torch.full((1, 2), float(number))).relu().sum().backward()
+            chosen = {"now and then": [0, *[1] * (number % 3 == 0)], "in turns": [number % 2]}.get(pattern, [])
+            for one in chosen:
+                pair[one].step()
+        found = samples(watch)
+    assert [value(found[step, "Sequential", "input"])[0, 0].item() for step in range(6)] == [*range(6)]
+    biases = {step: value(one)[0].item() for (step, name, _), one in found.items() if name == "0.bias"}
+    assert biases == {step: float(step) for step in biases} and len(biases) >= 3
+
+
+def test_operations_keep_their_steps_where_optimizers_take_turns():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    pair = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+    with rl.watch(model, ["tanh"], every=1, what="activation", sink=[]) as watch:
+        for number in range(4):
+            model(torch.ones(number + 1, 3)).sum().backward()
+            for optimizer in pair[: 1 + (number == 0)]:
+                optimizer.step()
+        assert {key[0]: one.shape[0] for key, one in samples(watch).items()} == {0: 1, 1: 2, 2: 3, 3: 4}
+
+
+def test_a_module_that_takes_anothers_place_is_watched_there():
+    model = mlp()
+    with rl.watch(model, ["0", "2"], every=1, what=("activation", "weight"), sink=[]) as watch:
+        train(model, batches(1, 6, classes=3))
+        model[0] = nn.Linear(6, 8)
+        data = list(batches(2, 6, classes=3))
+        train(model, data)
+        found = samples(watch)
+        weight, bias = (value(found[2, f"0.{key}", "weight"]) for key in ("weight", "bias"))
+        assert torch.equal(value(found[2, "0", "activation"]), F.linear(data[1][0], weight, bias))
+        model.add_module("3", model[2])
+        del model._modules["2"]
+        train(model, data)
+        assert watch.stats().unseen == {"2": "there is no such module any more."}
+
+
+def test_no_two_values_have_one_name():
+    class Names(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.Names = nn.Identity()
+
+        def forward(self, x):
+            return {0: self.Names(x * 1), "0": self.Names(x * 2)}
+
+    model = Names()
+    with rl.watch(model, ["", "Names"], every=1, what="activation", clock="forward", sink=[]) as watch:
+        model(torch.ones(1))
+        assert names(samples(watch)) == ["Names", "Names:2", "Names()[0]", "Names()['0']"]
+
+
+def test_a_pass_of_what_is_watched_whole_is_not_removed_alone():
+    model = mlp()
+    with rl.watch(model, ["0", "2:2"], sink=[]) as watch:
+        for layers, text in (("0:2", "'0:2' is not watched by itself"), ("0.weight", r"remove\('0'\)")):
+            with pytest.raises(rl.NoSuchLayer, match=text):
+                watch.remove(layers)
+        watch.remove("2:2")
+        assert watch.names == ("0",)
+
+
+def test_a_watched_parameter_can_be_exchanged_by_torch():
+    model = mlp()
+    with rl.watch(model, {"w": model[0].weight}, sink=[]):
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.double()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+    assert model[0].weight.dtype == torch.float64
 
 
 # -- which, and when ---------------------------------------------------------------------------------------------------
@@ -500,7 +681,7 @@ def test_no_hook_is_on_the_model_between_sampled_steps():
         train(model, batches(1, 6, classes=3))
         assert hooks_on(model) == 0
         train(model, batches(2, 6, classes=3))
-        assert hooks_on(model) == 4
+        assert hooks_on(model) == 4 + 2  # of modules; of the model's calls
 
 
 def test_a_gradient_hook_of_a_graph_that_outlives_the_watch_does_nothing():

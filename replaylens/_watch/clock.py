@@ -56,7 +56,7 @@ class OptimizerClock:
     _nests: bool = False  # some optimizer's step calls another one of its own
     _own: WeakSet[Optimizer] = field(factory=WeakSet)
     _stepped: WeakSet[Optimizer] = field(factory=WeakSet)  # in this step
-    _usual: WeakSet[Optimizer] = field(factory=WeakSet)  # those that stepped in the step before
+    _has_ended: bool = False  # a step
     _foreign: WeakKeyDictionary[Optimizer, int] = field(factory=WeakKeyDictionary)  # with their groups, when asked
     _handles: list[Any] = field(factory=list)
 
@@ -86,17 +86,17 @@ class OptimizerClock:
     def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled must not have this hook in it
             return None
+        if self.is_in_step and self._is_within_a_step(sys._getframe(1)):
+            self._nests = True
+            return None
         is_sole = self._sole is not None and self._sole() is optimizer
         if not is_sole and not self._is_ours(optimizer):
-            return None
-        if self.is_in_step and _is_within_a_step(optimizer, sys._getframe(1)):
-            self._nests = True
             return None
         self.is_in_step = True
         if not is_sole:
             self._sole = None
             if optimizer in self._stepped:
-                self._end()
+                self.end()
         closure = self.before(optimizer, closure_of(args, kwargs))
         if closure is None:
             return None
@@ -105,24 +105,30 @@ class OptimizerClock:
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if self._nests and self._is_within_a_step(sys._getframe(1)):
+            return
         is_sole = self._sole is not None and self._sole() is optimizer
         if not is_sole and not self._is_ours(optimizer):
-            return
-        if self._nests and _is_within_a_step(optimizer, sys._getframe(1)):
             return
         self.is_in_step = False
         if is_sole:
             self.step += 1
         else:
             self._stepped.add(optimizer)
-            if self._usual <= self._stepped if self._usual else self._have_all_stepped():
-                self._end()
+            if self._own <= self._stepped and (self._has_ended or self._have_all_stepped()):
+                self.end()
         self.after(optimizer, closure_of(args, kwargs) is not None)
 
-    def _end(self) -> None:
+    @property
+    def is_pending(self) -> bool:
+        """True if some optimizers have stepped, and others may yet: the next forward ends the step, if not they do."""
+        return bool(self._stepped) and not self.is_in_step
+
+    def end(self) -> None:
+        """The step ends."""
         self.step += 1
-        self._usual, self._stepped = self._stepped, WeakSet()
-        self._sole = ref(next(iter(self._usual))) if len(self._usual) == 1 else None
+        self._has_ended, self._stepped = True, WeakSet()
+        self._sole = ref(next(iter(self._own))) if len(self._own) == 1 else None
 
     def _have_all_stepped(self) -> bool:
         """False if a parameter with a gradient is another optimizer's, or the gradients are still being computed."""
@@ -150,15 +156,16 @@ class OptimizerClock:
         self._foreign[optimizer] = groups
         return False
 
-
-def _is_within_a_step(optimizer: Optimizer, hooked: FrameType) -> bool:
-    """True for a step that is a part of another one: of an optimizer whose `step` calls that of its base class."""
-    frame = hooked.f_back
-    while frame is not None:
-        if frame.f_code is hooked.f_code and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False
+    def _is_within_a_step(self, hooked: FrameType) -> bool:
+        """True for a step that is a part of another one: of an optimizer whose `step` calls that of its base class, or
+        of an optimizer that it holds.
+        """
+        frame = hooked.f_back
+        while frame is not None:
+            if frame.f_code is hooked.f_code and frame.f_locals.get("self") in self._own:
+                return True
+            frame = frame.f_back
+        return False
 
 
 def scaler_above(frame: FrameType | None) -> GradScaler | None:

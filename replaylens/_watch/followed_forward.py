@@ -102,9 +102,9 @@ class FollowedForward:
         names: Sequence[str],
         seen: Callable[[str, torch.Tensor], Any],
         refused: Callable[[str], None],
-        only_training: bool = False,
+        takes: Callable[[], bool] = lambda: True,  # is the call of this moment one that is meant?
     ) -> None:
-        self._model, self._only_training = ref(model), only_training
+        self._model, self._takes = ref(model), takes
         self._names = tuple(dict.fromkeys(names))
         self._seen, self._refused = seen, refused
         self._found: set[str] = set()  # names that some forward had
@@ -156,8 +156,8 @@ class FollowedForward:
         self.disarm()
 
     def takes_this(self) -> bool:
-        """True if the call of this moment is to be followed; without gradients, it is none of a training's."""
-        if self._only_training and not torch.is_grad_enabled():
+        """True if the call of this moment is to be followed; others leave it armed."""
+        if not self._takes():
             return False
         if has_foreign_modes():
             self._report("a mode of yours (a TorchFunctionMode, a TorchDispatchMode) is on, which would see it.")

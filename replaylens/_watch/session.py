@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial, wraps
 from itertools import count
 from pathlib import Path
@@ -35,8 +35,8 @@ from .clock import Closure, OptimizerClock, scaler_above
 from .followed_forward import FollowedForward
 from .keeper import Keeper
 from .ring import Ring
-from .taps import CompiledCall, Sampler, Tap, is_checkpointed, is_no_forward
-from .targets import FORWARD_KINDS, SCRIPTED, ModuleTarget, Schedule, Targets, is_compiled_itself
+from .taps import CompiledCall, Sampler, Tap, is_checkpointed, is_no_forward, say
+from .targets import FORWARD_KINDS, SCRIPTED, ModuleTarget, Schedule, Targets, has_fast_path, is_compiled_itself
 
 UNSEEN_STEPS = 2  # sampled steps without a forward of a watched module, until it is said
 
@@ -122,6 +122,9 @@ class Session:
             training,
             scale=self.loss_scale,
             is_unsure=self._may_be_scaled,
+            find=self._find,
+            root=self.root,
+            failed=self._forward_failed,
         )
 
     def start(self) -> None:
@@ -154,9 +157,11 @@ class Session:
         """Have steps judged and kept from now on; with the activations that a judge wants, on sampled steps."""
         self.keeper = keeper
         model = self.model()
+        if model is None:
+            return
         wanted = [
-            ModuleTarget(address, ref(module))
-            for address, module in (model.named_modules() if model is not None else ())
+            ModuleTarget(address, ref(module), has_fast_path=has_fast_path(model, address))
+            for address, module in model.named_modules()
             if keeper.looks_at(address, module) and not is_compiled_itself(module)
         ]
         if wanted:
@@ -188,6 +193,18 @@ class Session:
         if self.ring is not None and not self.is_over:
             self.ring.put(number, name, "scalar", self.step, note=self.note)
             self._sent()
+
+    def _find(self, target: ModuleTarget) -> nn.Module | None:
+        """The module that is watched, where it stands now."""
+        found = target.find(self.model())
+        if found is None:
+            self.unseen[target.name] = "there is no such module any more."
+        return found
+
+    def _forward_failed(self) -> None:
+        """The forward that was followed raised: the next one may be followed in its place."""
+        if self.wishes.clock != "forward":
+            self._arm_follower(self.sampler.number)
 
     def change(self, targets: Targets) -> None:
         """Watch these, from the next sampled step on."""
@@ -223,8 +240,8 @@ class Session:
         """The number of the step that runs now: how many have ended."""
         return self.clock.step if self.clock is not None else max(self._step, 0)
 
-    def begin(self, step: int) -> None:
-        """A step begins: hooks on, if it is sampled."""
+    def begin(self, step: int, follows: bool = True) -> None:
+        """A step begins: hooks on, if it is sampled. `follows=False`: its first forward has begun already."""
         if self.sampler.is_armed or self.judged is not None or self.follower is not None:
             self._end_sampled()
         schedule = self.wishes.schedule
@@ -240,7 +257,7 @@ class Session:
             return
         self.sampler.takes = partial(schedule.takes, step=step)
         self.safely("hooks", self.sampler.arm, step)
-        if self.wishes.clock != "forward":
+        if self.wishes.clock != "forward" and follows:
             self._arm_follower(step)
 
     def _end_sampled(self) -> None:
@@ -287,6 +304,8 @@ class Session:
         if self.scaler is None and (self.sampler.is_armed or self.keeper is not None):
             self.scaler = scaler_above(sys._getframe())
         self._has_stepped = True
+        if self.sampler.is_armed and (root := self.root()) is not None:
+            self.sampler.trains_while = root.training
         if self.keeper is not None and closure is None:
             self._judge(optimizer)
         if self.sampler.is_armed and self.ring is not None:
@@ -317,7 +336,10 @@ class Session:
             self.sampler.after_step(optimizer, self._put_update, is_closure)
         if self.keeper is not None and not self._calls_kept:
             self._look_elsewhere()
-        if self.step != self.sampler.number:
+        if self.clock is not None and self.clock.is_pending:
+            self.hook_roots()
+            self._arm_follower(self.step + 1)  # of which the next forward may be
+        elif self.step != self.sampler.number:
             self.begin(self.step)
 
     # -- the model's own calls -----------------------------------------------------------------------------------------
@@ -352,6 +374,11 @@ class Session:
         if self.wishes.clock == "forward":
             self._tick(address)
             self._sample_input(address, module, args, kwargs)
+        elif self.clock is not None and self.clock.is_pending and torch.is_grad_enabled():
+            self.clock.end()
+            self.begin(self.step, follows=False)
+            self._just_armed = self.sampler.is_armed
+            self._sample_input(address, module, args, kwargs)
         if self.keeper is not None and self._is_trained():
             self._calls_kept += 1
             self.safely("when", self.keeper.begin, module, address, args, kwargs, self.step)
@@ -370,7 +397,7 @@ class Session:
     def _sample_input(self, address: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The hook that samples it was put on just now, too late for this call."""
         for target in self.targets.modules if self._just_armed and "input" in self.wishes.kinds else ():
-            if target.module() is module:
+            if self._find(target) is module:
                 self.sampler.entered(target, module, args, kwargs)
 
     def _root_left(self, address: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -409,7 +436,7 @@ class Session:
 
     def _put_update(self, parameter: torch.Tensor, before: torch.Tensor, name: str) -> None:
         assert self.ring is not None
-        self.ring.put_pair(parameter.detach(), before, name, "update", self.sampler.number)
+        self.ring.put_pair(parameter.detach(), before, name, "update", self.sampler.number, self.note)
         self._sent()
 
     def followed(self, label: str, tensor: torch.Tensor) -> Callable[[], None] | None:
@@ -445,6 +472,11 @@ class Session:
         )
         return {"later steps": text} if has_begun else {}
 
+    def is_meant(self) -> bool:
+        """True if a call of the model at this moment is one that is watched."""
+        model = self.model()
+        return model is not None and self.sampler.is_meant(model)
+
     def not_followed(self, why: str) -> None:
         """A forward could not be followed; it went on unseen."""
         if (known := self.unseen.get("operations", "")) and why in known:
@@ -456,8 +488,8 @@ class Session:
         return [tensor for one in self.targets.tensors if (tensor := one.tensor()) is not None]
 
     def _may_be_scaled(self) -> bool:
-        """In the first step of a training under autocast nobody has met its GradScaler yet, if it has one."""
-        return self.scaler is None and self.clock is not None and not self._has_stepped and self.sampler.saw_autocast
+        """In the first step nobody has met the GradScaler yet, if there is one."""
+        return self.scaler is None and self.clock is not None and not self._has_stepped
 
     def loss_scale(self) -> float:
         """By which a GradScaler multiplied the loss; 1 if none is known."""
@@ -479,12 +511,6 @@ class Session:
             return None
         finally:
             self.seconds += perf_counter() - began
-
-
-def say(text: str) -> None:
-    """Tell whoever trains, on standard error. It does no harm where there is none."""
-    with suppress(Exception):
-        print(f"replaylens: {text}", file=sys.stderr)
 
 
 _running: WeakSet[Session] = WeakSet()

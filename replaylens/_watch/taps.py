@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FrameType
@@ -24,13 +24,14 @@ from weakref import ref
 import torch
 from attrs import define, field
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._ir.torch_private import graph_task, is_any_autocast_on, peek_interpreter_stack
+from .._ir.torch_private import graph_task, peek_interpreter_stack
 from .clock import parameters_of
-from .targets import FORWARD_KINDS, ModuleTarget, Targets
+from .targets import FORWARD_KINDS, ModuleTarget, Targets, is_compiled_itself
 
 MOST_PASSES = 64  # of one module in one step
 MOST_EARLY = 64 << 20  # bytes of gradients that wait for the optimizer, to learn their scale
@@ -47,8 +48,12 @@ class Tap:
         self.call = call
 
     def __call__(self, *given: Any) -> None:
-        if not torch.compiler.is_compiling():  # a graph that is compiled has nothing of it
+        if torch.compiler.is_compiling():
+            return  # a graph that is compiled has nothing of it
+        try:
             self.call(*given)
+        except Exception as error:  # never into the training
+            say(f"a hook failed: {type(error).__name__}: {error}")
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")  # takes anything, gives None
@@ -106,11 +111,18 @@ class Sampler:
     takes: Callable[[str], bool] = lambda name: True  # what is due in this step
     scale: Callable[[], float] = lambda: 1.0  # by which a GradScaler multiplied the loss
     is_unsure: Callable[[], bool] = lambda: False  # of that scale: there may be a scaler that nobody has met yet
-    saw_autocast: bool = False
+    find: Callable[[ModuleTarget], nn.Module | None] = lambda target: target.module()  # where it stands now
+    root: Callable[[], nn.Module | None] = lambda: None  # the model, whose calls are forwards
+    failed: Callable[[], None] = lambda: None  # a forward raised: what was sampled of it does not count
+    trains_while: bool = False  # the model was in training mode when an optimizer stepped
     forwards: int = 0  # of watched modules, that were sampled
     number: int = -1  # of the sampled step; -1 between
     _is_open: bool = False  # forwards are sampled
     _is_over: bool = False  # the sampled micro-batch is, with its backward
+    _depth: int = 0  # calls of the model that run
+    _inside: bool | None = None  # is the one that runs the training's? None: none does
+    _known: Counter[str] = field(factory=Counter)  # passes before it
+    _entries: Counter[str] = field(factory=Counter)
     _passes: Counter[str] = field(factory=Counter)
     _handles: list[Any] = field(factory=list)
     _without_hooks: dict[int, list[ModuleTarget]] = field(factory=dict)  # modules that get none of their own, by id
@@ -124,12 +136,13 @@ class Sampler:
         """Put the hooks on, for the step of this number."""
         self.disarm()
         self.number, self._is_open, self._marks_end = number, True, False
-        self._is_over = False
+        self._is_over, self._depth, self._inside = False, 0, None
         if FORWARD_KINDS.isdisjoint(self.kinds):
             return
+        self._hook_root(number)
         for target in self.targets.modules:
-            module = target.module()
-            if module is None or not target.has_values:
+            module = self.find(target)
+            if module is None or not target.has_values or is_compiled_itself(module):
                 continue
             if target.has_fast_path:
                 self._without_hooks.setdefault(id(module), []).append(target)
@@ -145,6 +158,58 @@ class Sampler:
             if tensor is not None and tensor.requires_grad and "grad" in self.kinds:
                 self._watch_gradient(tensor, single.name, is_kept=True)
 
+    def _hook_root(self, number: int) -> None:
+        """See where a forward begins and ends. It comes first, and last: before the module's own hooks are sampled."""
+        root = self.root()
+        if root is None or is_compiled_itself(root) or isinstance(root, (ScriptModule, nn.TransformerEncoderLayer)):
+            return
+        begin, end = Tap(partial(self._forward_begins, number)), Tap(partial(self._forward_ends, number))
+        self._handles.append(root.register_forward_pre_hook(begin, prepend=True))
+        self._handles.append(root.register_forward_hook(end, always_call=True))
+
+    def _forward_begins(self, number: int, module: nn.Module, args: Any) -> None:
+        if number != self.number or is_no_forward():
+            return
+        if not self._depth:
+            self._inside = self.is_meant(module)
+            self._known = self._passes.copy()
+        self._depth += 1
+
+    def is_meant(self, model: nn.Module) -> bool:
+        """True if a forward of this moment is the training's, and no evaluation."""
+        trains = torch.is_grad_enabled() and (model.training or not self.trains_while)
+        return trains or not self.only_training
+
+    def _forward_ends(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        if number != self.number or is_no_forward() or not self._depth:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        was_inside, self._inside = self._inside, None
+        if output is None and sys.exc_info()[1] is not None:
+            self._passes = self._known.copy()
+            self._entries = self._known.copy()
+            self.failed()
+        elif was_inside and self._is_open and not self._marks_end:
+            self._mark_end(output)
+
+    def _mark_end(self, output: Any) -> None:
+        """Where no gradient is watched, the model's own tells that the first micro-batch is over."""
+        tensor = next((tensor for _, tensor in named_tensors(output) if tensor.requires_grad), None)
+        if tensor is not None:
+            handle = tensor.register_hook(Tap(partial(self._ended, self.number)))
+            self._marks_end = True
+            if tensor.is_leaf:
+                self._handles.append(handle)
+
+    def _ended(self, number: int, gradient: torch.Tensor) -> None:
+        if number == self.number and self.micro == "first":
+            self._is_open = False
+        elif number == self.number:
+            self._passes.clear()
+            self._entries.clear()
+
     def _watch_all_modules(self, number: int) -> None:
         """Put hooks on all modules there are: a TransformerEncoderLayer computes an evaluation in another way, with
         other last bits, as soon as it or what is in it has any.
@@ -156,21 +221,21 @@ class Sampler:
 
     def _entered_any(self, number: int, module: nn.Module, args: Any) -> None:
         for target in self._without_hooks.get(id(module), ()):
-            if target.module() is module:
+            if self.find(target) is module:
                 self._entered(target, number, module, args)
 
     def _left_any(self, module: nn.Module, args: Any, output: Any) -> None:
         for target in self._without_hooks.get(id(module), ()):
-            if target.module() is module:
+            if self.find(target) is module:
                 self._left(target, module, args, output)
 
     def disarm(self) -> None:
         """Take all hooks off."""
-        self._send_early()
+        self.send_early()
         self.number, self._is_open = -1, False
         for handle in self._handles:
             handle.remove()
-        for store in (self._handles, self._passes, self._before, self._without_hooks):
+        for store in (self._handles, self._passes, self._entries, self._before, self._without_hooks):
             store.clear()
 
     @property
@@ -202,6 +267,8 @@ class Sampler:
         if not self._is_open:
             self._is_over = True
             return False
+        if self._inside is not None:
+            return self._inside
         return not self.only_training or torch.is_grad_enabled() or is_checkpointed(sys._getframe())
 
     def _entered(self, target: ModuleTarget, number: int, module: nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -231,10 +298,9 @@ class Sampler:
                 self._watch_gradient(tensor, f"{target.name}{path}")
 
     def _sample(self, target: ModuleTarget, tree: Any, is_input: bool) -> None:
-        number = self._passes[target.address] + 1
-        if not is_input:
-            self._passes[target.address] = number
-            self.forwards += 1
+        counter = self._entries if is_input else self._passes
+        counter[target.address] = number = counter[target.address] + 1
+        self.forwards += not is_input
         if number > MOST_PASSES or (target.passes is not None and number not in target.passes):
             return
         name = target.name if number == 1 else f"{target.name}:{number}"
@@ -266,7 +332,6 @@ class Sampler:
         self, tensor: torch.Tensor, name: str, is_kept: bool = False, is_meant: Sequence[bool] = (True,)
     ) -> None:
         """Also tells where the first micro-batch ends: at its backward pass."""
-        self.saw_autocast = self.saw_autocast or is_any_autocast_on()
         handle = tensor.register_hook(Tap(partial(self._gradient, name, self.number, is_meant)))
         if tensor.is_leaf or is_kept:
             self._handles.append(handle)  # others go with the graph
@@ -274,10 +339,7 @@ class Sampler:
     def _gradient(self, name: str, number: int, is_meant: Sequence[bool], gradient: torch.Tensor) -> None:
         if number != self.number or not is_meant:
             return  # a graph that outlived its step, or the watch; a name that turned out to be another's
-        if self.micro == "first":
-            self._is_open = False
-        else:
-            self._passes.clear()
+        self._ended(number, gradient)
         if "grad" in self.kinds:
             self.safely(name, self._put_gradient, gradient, name)
 
@@ -285,7 +347,7 @@ class Sampler:
         if self.is_unsure():
             self._early.append((name, gradient.detach().clone()))
             if sum(one.nbytes for _, one in self._early) > MOST_EARLY:
-                self._send_early()
+                self.send_early()
             return
         scale = self.scale()
         if scale != 1.0:
@@ -293,7 +355,8 @@ class Sampler:
                 gradient = gradient / scale
         self.put(gradient, name, "grad")
 
-    def _send_early(self) -> None:
+    def send_early(self) -> None:
+        """Send the gradients that wait to learn their scale."""
         early, self._early = self._early, []
         scale = self.scale() if early else 1.0
         for name, gradient in early:
@@ -307,7 +370,7 @@ class Sampler:
         """Hand on the weights that this optimizer is about to change, and their gradients, unless a closure is yet to
         compute them.
         """
-        self._send_early()
+        self.send_early()
         is_scaled = getattr(optimizer, "grad_scale", None) is not None  # a fused one divides by itself
         own = {id(parameter) for parameter in parameters_of(optimizer)}
         for name, parameter in self._due_parameters():
@@ -359,13 +422,19 @@ class Sampler:
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for target in self.targets.modules:
-            module = target.module()
+            module = self.find(target)
             for key, value in module._parameters.items() if module is not None else ():
                 if value is not None:
                     yield f"{target.address}.{key}" if target.address else key, value
         for single in self.targets.parameters:
             if (found := single.find()) is not None:
                 yield single.address, found
+
+
+def say(text: str) -> None:
+    """Tell whoever trains, on standard error. It does no harm where there is none."""
+    with suppress(Exception):
+        print(f"replaylens: {text}", file=sys.stderr)
 
 
 def is_no_forward() -> bool:
@@ -396,7 +465,8 @@ def _walk(tree: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]
         yield path, tree
     elif depth:
         for key, value in _items(tree):
-            yield from _walk(value, f"{path}[{key}]", depth - 1)
+            shown = repr(key) if isinstance(key, str) and key.isdigit() else key
+            yield from _walk(value, f"{path}[{shown}]", depth - 1)
 
 
 def _items(tree: Any) -> Iterator[tuple[Any, Any]]:

@@ -64,6 +64,7 @@ class ModuleTarget:
     passes: frozenset[int] | None = None
     has_values: bool = True  # of its calls; otherwise only its own parameters are meant
     label: str | None = None  # where the module is a wrapper, which has another class
+    is_address: bool = True  # and no name of the user's
     has_fast_path: bool = False  # torch computes it in another way without gradients, unless it has hooks
 
     @property
@@ -71,6 +72,15 @@ class ModuleTarget:
         """What its values are called: the address; of the model itself, its class."""
         module = self.module()
         return self.label or self.address or ("" if module is None else type(module).__name__)
+
+    def find(self, tree: nn.Module | None) -> nn.Module | None:
+        """The module that stands there now, which may be another one than when the watch began."""
+        if not self.is_address or not self.address or tree is None:
+            return self.module()
+        found: nn.Module | None = tree
+        for part in self.address.split("."):
+            found = found._modules.get(part) if found is not None else None
+        return found
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,7 +122,7 @@ class TensorTarget:
     """A single tensor, by the name that its user gave it."""
 
     name: str
-    tensor: ReferenceType[torch.Tensor]
+    tensor: Callable[[], torch.Tensor | None]  # a weak reference; of a parameter, what stands in its place
 
 
 @frozen(eq=False)
@@ -144,8 +154,23 @@ class Targets:
             tuple(dict.fromkeys((*self.nodes, *other.nodes))),
         )
 
+    def _require_whole(self, other: Targets) -> None:
+        own = {one.address: one for one in self.modules}
+        for one in other.modules:
+            watched = own.get(one.address)
+            if watched is None or (one.passes is not None and one.passes != watched.passes):
+                raise NoSuchLayer(f"{one.names[0]!r} is not watched by itself. What is: {', '.join(self.names[:6])}.")
+        alone = {one.address for one in self.parameters}
+        for single in other.parameters:
+            if single.address not in alone:
+                raise NoSuchLayer(
+                    f"{single.address!r} is not watched by itself, but as a part of its module, if at all: "
+                    f"remove({single.address.rpartition('.')[0]!r})."
+                )
+
     def without(self, other: Targets) -> Targets:
-        """These without those."""
+        """These without those, each of which must be among them as it is."""
+        self._require_whole(other)
         gone = {one.address for one in other.modules}
         names = {one.address for one in other.parameters}
         single = {one.name for one in other.tensors}
@@ -245,6 +270,16 @@ def _keys(layers: Any) -> Iterator[Any]:
             yield from _keys(key)
 
 
+def has_fast_path(model: nn.Module, address: str) -> bool:
+    """True within a TransformerEncoderLayer."""
+    above: nn.Module | None = model
+    for part in [*(address.split(".") if address else ()), ""]:
+        if isinstance(above, nn.TransformerEncoderLayer):
+            return True
+        above = above._modules.get(part) if above is not None else None
+    return False
+
+
 @frozen(eq=False)
 class ModuleTree:
     """The modules and parameters of a model by address, each at its first place."""
@@ -294,12 +329,10 @@ class ModuleTree:
         )
 
     def _module(self, address: str, passes: frozenset[int] | None = None) -> ModuleTarget:
-        return ModuleTarget(address, ref(self.modules[address]), passes, has_fast_path=self._has_fast_path(address))
-
-    def _has_fast_path(self, address: str) -> bool:
-        parts = address.split(".") if address else []
-        above = (self.modules.get(".".join(parts[:count])) for count in range(len(parts) + 1))
-        return any(isinstance(module, nn.TransformerEncoderLayer) for module in above)
+        kind = type(self.model).__name__
+        label = f"{kind}()" if not address and kind in self.modules else None  # a child is called like the class
+        fast = has_fast_path(self.model, address)
+        return ModuleTarget(address, ref(self.modules[address]), passes, label=label, has_fast_path=fast)
 
     def _address_of(self, module: nn.Module) -> str:
         for address, own in self.modules.items():
@@ -322,10 +355,19 @@ class ModuleTree:
     def _single(self, name: str, value: Any) -> Targets:
         """A tensor or a module under a name of the user's."""
         if isinstance(value, nn.Module):
-            return Targets((ModuleTarget(name, ref(value)),))
+            return Targets((ModuleTarget(name, ref(value), is_address=False),))
         if isinstance(value, torch.Tensor):
-            return Targets(tensors=(TensorTarget(name, ref(value)),))
+            return Targets(tensors=(TensorTarget(name, self._reference(value)),))
         raise TypeError(f"layers={{{name!r}: ...}} takes a tensor or a module, not {type(value).__name__}.")
+
+    def _reference(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+        """Without keeping it alive. A parameter is found by its place: a reference would keep torch from exchanging
+        it, as `module.to` may.
+        """
+        for address, (module, key) in self.parameters.items():
+            if module._parameters[key] is tensor:
+                return ParameterTarget(address, ref(module), key).find
+        return ref(tensor)
 
     def _named(self, key: str) -> Targets:
         if key in self.modules:

@@ -28,9 +28,10 @@ from .child_process import Child, start_children
 from .followed_forward import FollowedForward, why_not
 from .keeper import Keeper
 from .ring import Ring
-from .session import Session, Wishes, say
+from .session import Session, Wishes
 from .sink_specs import specs_of
 from .step_file import Step
+from .taps import say
 from .targets import (
     COMPILED,
     FORWARD_KINDS,
@@ -172,6 +173,7 @@ class Watch:
     def stats(self) -> WatchStats:
         """What was sent, what was lost and why, what it cost."""
         session = self._session
+        session.sampler.send_early()
         ring = session.ring
         return WatchStats(
             session.step,
@@ -191,6 +193,7 @@ class Watch:
     def latest(self, name: str = "", what: str = "activation") -> Sample:
         """The newest sample of a name: its values as a numpy array, its step, its shape."""
         session, sample_name = self._session, self._sample_name(name)
+        session.sampler.send_early()
         if session.is_closed:
             found = session.last.get((sample_name, what))
         else:
@@ -395,10 +398,8 @@ def _follow(session: Session, tree: nn.Module) -> None:
         session.follower.close()
         session.follower = None
     if session.targets.nodes:
-        only_training = session.wishes.clock == "optimizer"
-        session.follower = FollowedForward(
-            tree, session.targets.nodes, session.followed, session.not_followed, only_training
-        )
+        wanted = session.targets.nodes
+        session.follower = FollowedForward(tree, wanted, session.followed, session.not_followed, session.is_meant)
 
 
 def _keep_steps(session: Session, tree: nn.Module) -> None:
