@@ -92,8 +92,9 @@ def test_the_page_loads_nothing_and_allows_no_script_but_its_own(prog, tmp_path)
 
 def test_a_wheel_brings_all_that_the_page_is_made_of():
     lines = (Path(__file__).parents[1] / "pyproject.toml").read_text().splitlines()
-    assert 'replaylens = ["py.typed", "_view/web/*"]' in lines
-    assert all(one.is_file() for one in (files("replaylens._view") / "web").iterdir())
+    assert 'replaylens = ["py.typed", "_view/web/*", "_watch/child/web/*"]' in lines
+    for folder in (files("replaylens._view") / "web", files("replaylens._watch") / "child" / "web"):
+        assert [*folder.iterdir()] and all(one.is_file() for one in folder.iterdir())
 
 
 def test_names_from_the_model_stay_text(tmp_path):
