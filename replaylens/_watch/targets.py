@@ -79,7 +79,7 @@ class ModuleTarget:
             return self.module()
         found: nn.Module | None = tree
         for part in self.address.split("."):
-            found = found._modules.get(part) if found is not None else None
+            found = child_of(found, part) if found is not None else None
         return found
 
     @property
@@ -270,13 +270,18 @@ def _keys(layers: Any) -> Iterator[Any]:
             yield from _keys(key)
 
 
+def child_of(module: nn.Module, name: str) -> nn.Module | None:
+    """A submodule by its name; TorchScript has no dict of them."""
+    return module._modules[name] if name in module._modules else None  # noqa: SIM401
+
+
 def has_fast_path(model: nn.Module, address: str) -> bool:
     """True within a TransformerEncoderLayer."""
     above: nn.Module | None = model
     for part in [*(address.split(".") if address else ()), ""]:
         if isinstance(above, nn.TransformerEncoderLayer):
             return True
-        above = above._modules.get(part) if above is not None else None
+        above = child_of(above, part) if above is not None else None
     return False
 
 
