@@ -267,6 +267,7 @@ class Session:
         self.disarm()
         if self._waiting:
             self._wake()
+        self.tell_news()
         if self.follower is not None and self.wishes.clock != "forward":
             self._disarm_follower(self.follower, was_armed)
         self.sampled += was_armed
@@ -428,6 +429,12 @@ class Session:
         self._waiting += 1
         if self.ring is not None and self._waiting > self.ring.slots // 4:
             self._wake()
+
+    def tell_news(self) -> None:
+        """What went wrong in the children since it was last told."""
+        for child in self.children:
+            for sink, text in child.news().items():
+                say(f"sink {sink}: {text}")
 
     def _wake(self) -> None:
         self._waiting = 0

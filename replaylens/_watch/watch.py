@@ -432,6 +432,7 @@ def _close(session: Session) -> None:
         end.start()
     for end in ends:
         end.join()
+    session.tell_news()
     if session.ring is not None:
         reader = session.ring.reader()
         while (sample := reader.take()) is not None:
