@@ -712,3 +712,23 @@ def test_too_many_sinks_are_refused_before_any_is_opened(module):
     ):
         pass
     assert not [child for child in child_process._open_children if child.status.alive]
+
+
+@pytest.mark.parametrize("closed", ["0", "0, 1, 2"])
+def test_a_daemon_whose_standard_streams_are_closed_is_watched_too(closed, tmp_path):
+    script = f"""
+import os
+for stream in ({closed},):
+    os.close(stream)
+from pathlib import Path
+from replaylens._watch.child_process import start_children
+from replaylens._watch.ring import Ring
+from replaylens._watch.sink_specs import specs_of
+import torch
+ring = Ring()
+[child] = start_children(ring, specs_of({str(tmp_path / "run.jsonl")!r}))
+ring.put(torch.ones(3), "x", "activation", 0)
+child.close()
+"""
+    subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert [one["name"] for one in lines(tmp_path / "run.jsonl")] == ["x"]

@@ -32,7 +32,7 @@ from attrs import define, field, frozen
 from .._ir.interrupts import after_fork
 from .._ir.util import optional
 from .child import wire
-from .ring import Ring
+from .ring import Ring, above_standard
 from .watch_stats import SinkStats
 
 FOLDER = Path(__file__).parent / "child"
@@ -115,7 +115,8 @@ class ProcessWorker:
     def start(cls, ring: Ring, index: int, specs: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> ProcessWorker:
         """A new process; OSError where there can be none."""
         facts = {"path": [str(one) for one in sys.path], "specs": specs, "run": run}
-        config, said = unnamed_file(json.dumps(facts, default=str).encode()), unnamed_file()
+        config = above_standard(unnamed_file(json.dumps(facts, default=str).encode()))
+        said = above_standard(unnamed_file())
         ours, theirs = socket.socketpair()
         numbers = map(str, (config, ring.fd, index, os.getpid()))
         try:

@@ -327,11 +327,25 @@ def map_unnamed(size: int) -> tuple[int, mmap.mmap]:
     for made in (_memory_file, _unnamed_file):
         descriptor = -1
         with suppress(OSError):
-            descriptor = made(size)
+            descriptor = above_standard(made(size))
             return descriptor, mmap.mmap(descriptor, size)
         if descriptor >= 0:
             os.close(descriptor)
     return -1, mmap.mmap(-1, size)
+
+
+def above_standard(descriptor: int) -> int:
+    """The same file by a number that is no standard stream's, which a daemon has free: a child has streams there."""
+    if descriptor > 2 or os.name != "posix":
+        return descriptor
+    lower = [descriptor]
+    try:
+        while lower[-1] <= 2:
+            lower.append(os.dup(descriptor))
+        return lower.pop()
+    finally:
+        for one in lower:
+            os.close(one)
 
 
 def _memory_file(size: int) -> int:
