@@ -807,6 +807,63 @@ def test_wrong_values_are_marked_with_their_step(opened, server):
 
 
 @browser_test
+def test_numbers_of_ones_own_are_lines_above_the_modules(opened, server):
+    fill(server)
+    for step in range(100):
+        give(server, "train.loss", step, np.float32(2.3 / (1 + step) if step != 50 else np.nan), what="scalar")
+    browser = opened()
+    until(lambda: len(words_of(browser, ".row")) == 13)
+    assert browser.execute_script("return document.querySelector('#rows').firstElementChild.row.name") == "train.loss"
+    assert words_of(browser, ".row b")[0] == "train.loss" and words_of(browser, ".row .numbers")[0] == "now\n0.023"
+    until(lambda: inked(browser, ".row canvas.spark") > 500)
+    row = browser.find_element(By.CSS_SELECTOR, ".row")
+    assert not any(row.find_element(By.CSS_SELECTOR, f"canvas.{part}").is_displayed() for part in ("strip", "picture"))
+    browser.find_element(By.CSS_SELECTOR, ".row").click()
+    until(lambda: inked(browser, "#bands") > 500)
+    assert not browser.find_element(By.ID, "now").is_displayed()
+    assert not browser.find_element(By.ID, "norm").is_displayed()
+    assert words_of(browser, "#readout") == ["step 99 · 0.023"]
+    keep(browser, "number")
+    browser.find_elements(By.CSS_SELECTOR, ".row")[2].click()
+    until(lambda: browser.find_element(By.ID, "norm").is_displayed())
+
+
+@browser_test
+def test_a_wrong_sample_is_marked_at_its_own_step(opened, server):
+    for step in [*range(0, 100, 5), 400, *range(405, 500, 5)]:
+        give(server, "layer", step, [np.nan if step == 400 else 1.0, 2.0, 3.0])
+    browser = opened()
+    until(lambda: len(words_of(browser, ".row")) == 1)
+    marked = (
+        "const canvas = document.querySelector('.row canvas.' + arguments[0]), scale = devicePixelRatio;"
+        "const line = canvas.getContext('2d').getImageData(0, canvas.height - 2, canvas.width, 1).data;"
+        "const red = channels('wrong'), found = [];"
+        "for (let x = 0; x < canvas.width; x++)"
+        " if (red.every((one, c) => Math.abs(one - line[4 * x + c]) < 30) && line[4 * x + 3] > 200) found.push(x / canvas.width);"
+        "return found"
+    )
+    for part in ("spark", "strip"):
+        found = until(lambda part=part: browser.execute_script(marked, part))
+        assert min(found) > 0.78 and max(found) < 0.84, found  # 400 of 495
+
+
+@browser_test
+def test_the_ends_of_an_axis_are_told_apart(opened, server):
+    give(server, "layer", 0, [1.0])
+    browser = opened()
+    for low, high, said in (
+        (1.0, 1.004, ["1", "1.004"]),
+        (-0.5, 0.5, ["−0.5", "0.5"]),
+        (0.0, 3.14159, ["0", "3.1"]),
+        (1234567, 1234999, ["1.2346e6", "1.2350e6"]),
+        (2.0, 2.0, ["2", "2"]),
+        (1e-9, 1.001e-9, ["1.000e−9", "1.001e−9"]),
+    ):
+        found = browser.execute_script("return ends(arguments[0], arguments[1])", low, high)
+        assert (found[0] != found[1]) == (low != high) and found == said, found
+
+
+@browser_test
 def test_modules_fold_and_are_searched_filtered_and_sorted(opened, server):
     fill(server)
     browser = opened()
@@ -929,6 +986,13 @@ def test_nothing_reaches_beyond_the_screen(opened, server, width):
     browser.execute_script("document.querySelector('.row').click()")
     until(lambda: browser.find_element(By.ID, "large").is_displayed())
     assert browser.execute_script(wide) <= 0
+    lines = (
+        "return [...document.querySelectorAll('#facts dd')].filter((one) => one.scrollWidth > one.clientWidth).length"
+    )
+    give(server, "a" * 300, 9, np.array([-2.1416e-7, 2.1417e-7, 0.00214169]))
+    until(lambda: browser.execute_script("return [...ROWS.values()].some((row) => row.facts.step === 9)"))
+    browser.execute_script("open([...ROWS.values()].find((row) => row.facts.step === 9)); drawLarge();")
+    assert browser.execute_script(lines) == 0
     browser.find_element(By.ID, "close").click()
 
 

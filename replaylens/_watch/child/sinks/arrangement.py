@@ -65,11 +65,10 @@ def arranged(sample: Sample, gap: int = 1) -> Arranged | None:
 
 def has_places(sample: Sample) -> bool:
     """Whether it is known which value lies where: of all values, or of each third one, say, of a matrix."""
-    if sample.size != math.prod(sample.shape):  # of a sparse one, what is stored
-        return False
-    return sample.values.size == sample.size or (
-        sample.thinned and sum(one != 1 for one in sample.shape) == 2 and thinned_by(sample) > 1
-    )
+    if sample.size != math.prod(sample.shape):
+        return False  # of a sparse one, what is stored
+    is_matrix = sum(one != 1 for one in sample.shape) == 2
+    return sample.values.size == sample.size or (sample.thinned and is_matrix and thinned_by(sample) > 1)
 
 
 def thinned_by(sample: Sample) -> int:
