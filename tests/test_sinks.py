@@ -335,6 +335,20 @@ def test_a_film_has_a_picture_for_each_step(tmp_path, suffix):
 
 
 @needs_films
+def test_an_animated_png_keeps_every_colour_as_far_as_it_is_seen(tmp_path):
+    from replaylens._watch.child.sinks.movie_files import AnimatedPng
+
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 40, 60, 3), np.uint8)
+    pictures[:, 0, 0], pictures[:, 0, 1] = 0, 255
+    film = AnimatedPng(tmp_path / "film.png", (60, 40), 10)
+    for one in pictures:
+        film.add(one)
+    film.close()
+    found = np.array(frames_of(tmp_path / "film.png")).astype(int)
+    assert np.abs(found - pictures).max() <= 3 and not found[:, 0, 0].any() and (found[:, 0, 1] == 255).all()
+
+
+@needs_films
 def test_a_film_plays_in_browsers_and_from_its_beginning(tmp_path):
     import av
 

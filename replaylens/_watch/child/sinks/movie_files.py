@@ -122,12 +122,12 @@ class AnimatedPng:
 
 
 def packed(pixels: Colours) -> bytes:
-    """Rows as differences to their left neighbours, compressed: quick, and half as large as without."""
-    before = np.zeros_like(pixels)
-    before[:, 1:] = pixels[:, :-1]
-    rows = np.ones((pixels.shape[0], 1 + pixels.shape[1] * 3), np.uint8)  # the one says: less the left neighbour
-    rows[:, 1:] = (pixels - before).reshape(pixels.shape[0], -1)
-    return zlib.compress(rows.tobytes(), 1)
+    """Rows, compressed. Each colour has 64 shades: nobody sees it, and a file is three fifths as large. A table of 256
+    colours would make it a third, but all pictures of a file share it, and values would have the colours of others.
+    """
+    rows = np.zeros((pixels.shape[0], 1 + pixels.shape[1] * 3), np.uint8)  # the zero says: as they are
+    rows[:, 1:] = ((pixels & 0xFC) | (pixels >> 6)).reshape(pixels.shape[0], -1)
+    return zlib.compress(rows.tobytes(), 4)
 
 
 def counted(pictures: int) -> bytes:
