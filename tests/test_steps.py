@@ -227,7 +227,8 @@ def test_a_loss_that_the_model_returns_beside_its_logits_counts_once(tmp_path):
 
 
 @pytest.mark.zoo
-def test_a_model_of_transformers_is_kept_with_its_mask_its_labels_and_its_cache(tmp_path):
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_model_of_transformers_is_kept_with_its_mask_its_labels_and_its_cache(tmp_path, has_cache):
     import torchvision_ops  # noqa: F401  before transformers looks for it
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -238,6 +239,7 @@ def test_a_model_of_transformers_is_kept_with_its_mask_its_labels_and_its_cache(
 
     torch.manual_seed(0)
     loop = Loop(make(), Above(loss=1e-3), tmp_path)
+    loop.model.config.use_cache = has_cache  # as trainers set it
     ids = torch.randint(0, 50, (2, 8))
     live = loop.model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
     live.loss.backward()

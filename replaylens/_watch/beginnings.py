@@ -44,9 +44,6 @@ _LARGE = 2**18  # bytes of a buffer that is looked at before it is copied, of an
 ANEW = 50  # forwards after which a model's modules are listed anew
 
 
-_Seen = tuple[int, int, bool] | None  # of a parameter: its id, its write counter, whether it is trained
-
-
 @define(eq=False)
 class Places:
     """Where a module has its tensors. It keeps nothing of it alive."""
@@ -216,7 +213,9 @@ class Beginning:
     thread: int
     tree: Any
     inputs: list[GivenInput]
-    parameters: list[_Seen]
+    parameters: list[torch.Tensor | None]  # those of the model, where they stand
+    versions: list[int]  # their write counters
+    trained: list[bool]  # which of them need a gradient
     fused_steps: int
     training: list[bool]
     buffers: dict[str, torch.Tensor]
@@ -239,6 +238,16 @@ class Beginning:
     def bad_examples(self) -> Examples | None:
         """Where the output is not finite."""
         return next((found for one in self.outputs if (found := one.bad_examples()) is not None), None)
+
+    def sum_of_output(self) -> complex:
+        """A number that is finite only if all of the output is."""
+        total: complex = 0.0
+        for one in self.outputs:
+            if one.seen is None and one.tensor is not None:
+                total += one.tensor.sum().item()
+            elif not one.is_finite():
+                return math.nan
+        return total
 
     def output_extremes(self) -> list[torch.Tensor]:
         """The extremes of each tensor in the output."""
@@ -388,14 +397,12 @@ def _state_of(one: Beginning, module: nn.Module) -> tuple[list[torch.Tensor], di
         if held is None:
             continue
         at = then.get(address) if is_parameter else None
-        seen = None if at is None else one.parameters[at]
-        if is_parameter and (seen is None or seen[0] != id(held)):
+        if is_parameter and (at is None or one.parameters[at] is not held):
             one.why.append(f"{address} was exchanged since the step began")
-        elif seen is not None:
-            _, version, is_trained = seen
-            if version != version_of(held) or FUSED_STEPS.last_of(held) > one.fused_steps:
+        elif at is not None:
+            if one.versions[at] != version_of(held) or FUSED_STEPS.last_of(held) > one.fused_steps:
                 one.why.append(f"{address} was written since the step began")
-            if not is_trained:
+            if not one.trained[at]:
                 frozen_ones.add(address)
         elif address not in one.buffers:
             one.why.append(f"{address} came later than the step began, and is as it is after the forward")

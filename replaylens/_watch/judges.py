@@ -35,6 +35,9 @@ class Forward(Protocol):
     def is_finite(self) -> bool:
         """True if no number in the output is a NaN or an infinity."""
 
+    def sum_of_output(self) -> complex:
+        """A number that is finite only if all of the output is; it may have overflowed."""
+
     def output_extremes(self) -> list[torch.Tensor]:
         """The least and the most of each tensor in the output."""
 
@@ -87,6 +90,21 @@ class StepNumbers:
     def has_finite_output(self) -> bool:
         """Whether all that the model returned is finite."""
         return all(forward.is_finite() for forward in self._forwards)
+
+    @property
+    def is_surely_finite(self) -> bool:
+        """True if one quick look tells that output and gradients are finite. False tells nothing."""
+        total: complex = 0.0
+        if "grad_norm" in vars(self):
+            total += self.grad_norm if self.grad_norm is not None else math.nan
+        elif not self.gradients or not self.gradients[0].is_cpu:
+            return False
+        else:
+            for gradient in self.gradients:
+                total += gradient.sum().item()
+        for forward in self._forwards:
+            total += forward.sum_of_output()
+        return total - total == 0
 
     @cached_property
     def output(self) -> float | None:
@@ -250,6 +268,8 @@ class NotFinite:
 
     def reason(self, numbers: StepNumbers) -> str | None:
         """What is not finite, from the output back to the weights."""
+        if not numbers.skipped and numbers.is_surely_finite:
+            return None
         if not numbers.has_finite_output:
             return f"the output has {_kind(numbers.output or math.inf)}"
         if numbers.skipped:

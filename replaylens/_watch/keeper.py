@@ -223,6 +223,7 @@ class Keeper:
     def _beginning(self, places: Places, address: str, args: Any, kwargs: Any, step: int) -> Beginning:
         inputs: list[GivenInput] = []
         tree = frozen_inputs(args, kwargs, inputs)
+        parameters = places.held_parameters()
         return Beginning(
             step,
             address,
@@ -230,14 +231,13 @@ class Keeper:
             get_ident(),
             tree,
             inputs,
-            [
-                None if one is None else (id(one), version_of(one), one.requires_grad)
-                for one in places.held_parameters()
-            ],
+            parameters,
+            [-1 if one is None else version_of(one) for one in parameters],
+            [one is not None and one.requires_grad for one in parameters],
             FUSED_STEPS.count,
             [(inner := at()) is not None and inner.training for _, at in places.modules],
             places.copied_buffers() if places.buffers else {},
-            places.attributes_now(),
+            places.attributes_now() if places.is_fresh or places.varying else {},
             places.generator_states(),
             random.getstate() if self._takes_all_generators else None,
             numpy_state_kept() if self._takes_all_generators else None,
@@ -349,11 +349,14 @@ class Keeper:
 
     def _parameters(self) -> list[torch.Tensor]:
         """The parameters of the model, each once."""
-        model, places = self._model(), self._beginnings[-1].places
-        if model is not None and places.module() is not model:
+        model, latest = self._model(), self._beginnings[-1]
+        if model is None or latest.places.module() is model:
+            found, are_tied = latest.parameters, latest.places.are_tied
+        else:
             places = self._places_of(model)
-        held = [one for one in places.held_parameters() if one is not None]
-        return list({id(one): one for one in held}.values()) if places.are_tied else held
+            found, are_tied = places.held_parameters(), places.are_tied
+        held = [one for one in found if one is not None]
+        return list({id(one): one for one in held}.values()) if are_tied else held
 
     def _names(self) -> dict[int, str]:
         """The addresses of the parameters, by id."""
