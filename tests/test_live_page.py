@@ -1018,3 +1018,20 @@ def test_two_hundred_rows_are_told_and_found(opened, server):
     until(lambda: browser.execute_script("return document.querySelectorAll('.row').length") == 200, 30)
     press(browser, "/", "blocks.24.part7")
     until(lambda: words_of(browser, ".row b") == ["part7"] or words_of(browser, ".row b") == ["blocks.24.part7"])
+
+
+def test_who_sends_a_byte_now_and_then_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(live_server, "PATIENCE", 0.3)
+    server = live_server.LiveServer({}, {})
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            ended = time.monotonic() + 5
+            while time.monotonic() < ended:
+                try:
+                    connection.sendall(b"G")
+                except OSError:
+                    break
+                time.sleep(0.05)
+            assert time.monotonic() < ended
+    finally:
+        server.close()

@@ -8,12 +8,14 @@ site, and know the token; what changes something must carry a header that no for
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -174,12 +176,35 @@ def is_same(one: bytes, other: bytes) -> bool:
     return len(one) == len(other) and sum(a ^ b for a, b in zip(one, other, strict=True)) == 0
 
 
+class _Timely(io.RawIOBase):
+    """What a connection sends within some seconds, however slowly it comes."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection, self._ends = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request takes too long")
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
 class _Handler(StreamRequestHandler):
     """Answers one request: the page, its events, its wishes."""
 
     server: _Server
     timeout = PATIENCE
     wbufsize = -1  # head and body in one packet
+
+    def setup(self) -> None:
+        """Read within a time."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Timely(self.connection, PATIENCE))
 
     def handle(self) -> None:
         """Read, answer, leave."""
@@ -206,7 +231,9 @@ class _Handler(StreamRequestHandler):
             raise Refused(404, "nothing here")
         if not is_same(request.token.encode(), self.server.token.encode()):
             raise Refused(403, "the address lacks the token: use the link that was printed")
-        answer(*self._wish(request))
+        wish = self._wish(request)
+        self.connection.settimeout(PATIENCE)
+        answer(*wish)
 
     def _wish(self, request: Request) -> tuple[Any, ...]:
         """What the page's script sent with it: no other site can set this header."""
