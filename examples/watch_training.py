@@ -71,4 +71,4 @@ print(f"\nthe step that went wrong: {wrong.number}, in {wrong.path}: {wrong.reas
 
 prog = rl.step(wrong.path).capture(Net())  # in any process that has the class
 first = prog.first(lambda value: ~torch.isfinite(value))
-print(f"the first value that is not finite: {first.label}, which {first.source}")
+print(f"the first value that is not finite: {first.label}, at {first.source}")

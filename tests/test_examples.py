@@ -95,3 +95,10 @@ def test_the_page_of_the_documentation_is_written(tmp_path):
     assert "layers changed" in text
     page = (tmp_path / "demo_page.html").read_text(encoding="utf-8")
     assert "pattern_2" in page and "change against the recorded run" in page
+
+
+def test_a_watched_training_finds_the_line_that_gave_the_first_nan(tmp_path):
+    text = printed("watch_training", str(tmp_path / "watched"), cwd=tmp_path)
+    assert "the step that went wrong: 137" in text
+    assert re.search(r"not finite: div_1_\d+, at .*watch_training\.py:\d+", text)
+    assert {path.name for path in (tmp_path / "watched").iterdir()} == {"numbers.jsonl", "training.mp4", "step-137.pt"}
