@@ -496,6 +496,25 @@ def test_a_note_is_said_once_above_tiles(tmp_path):
 
 
 @needs_films
+@pytest.mark.parametrize("values", [normal(400) * 1e-3, normal(400) * 3e-7, np.abs(normal(400)) * 2e4])
+def test_texts_of_ticks_do_not_run_into_each_other(values):
+    from replaylens._watch.child.sinks.distribution_pictures import room_for
+    from replaylens._watch.child.sinks.lettering import width_of
+    from replaylens._watch.child.sinks.value_scale import Scale
+    from replaylens._watch.child.sinks.watched_value import visible_ticks
+
+    scale = Scale()
+    scale.see(stats_of(values))
+    for width in (60, 150, 500):
+        found = []
+        for place, text in visible_ticks(scale, width, room_for(scale, 9)):
+            half = width_of(text, 9) / 2
+            middle = min(max(place * width, half), width - half)  # as a canvas does
+            found += [middle - half, middle + half]
+        assert found == sorted(found)
+
+
+@needs_films
 def test_every_point_of_a_scatter_is_seen():
     from replaylens._watch.child.sinks.colormaps import ANCHORS, BACKGROUND, lit
 

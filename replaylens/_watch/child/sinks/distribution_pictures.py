@@ -10,6 +10,7 @@ import numpy as np
 from ..statistics import Histogram, real
 from .canvas import Canvas, Numbers
 from .colormaps import ACCENT, BACKGROUND, FAINT, GRID, INFINITE, MINUS_INFINITE, NOT_A_NUMBER, coloured
+from .lettering import width_of
 from .value_scale import EvenScale, Scale
 from .watched_value import Watched, visible_ticks
 
@@ -23,10 +24,15 @@ def histogram(value: Watched, canvas: Canvas, size: int) -> None:
     ground = round(canvas.height * 0.62)
     strip_top = ground + size * 1.7
     bars(value, wide.part(0, size * 0.6, wide.width, ground), canvas, size)
-    for place, text in visible_ticks(value.scale, wide.width, size * 4):
+    for place, text in visible_ticks(value.scale, wide.width, room_for(value.scale, size)):
         wide.text(text, place * wide.width, ground + size * 0.25, size, FAINT, 0.5)
     waterfall(value, wide.part(0, strip_top, wide.width, canvas.height))
     canvas.text("before", 0, strip_top, size, FAINT)
+
+
+def room_for(scale: Scale, size: int) -> float:
+    """How far ticks must lie apart for their texts to stand side by side; those at the ends are moved inwards."""
+    return 1.5 * max(width_of(text, size) for _, text in scale.ticks()) + size * 0.4
 
 
 def bars(value: Watched, canvas: Canvas, outer: Canvas, size: int) -> None:
@@ -100,7 +106,7 @@ def line(value: Watched, canvas: Canvas, size: int) -> None:
 def strip(value: Watched, canvas: Canvas, outer: Canvas, size: int) -> None:
     """The distributions so far as rows of colour over an axis of values."""
     waterfall(value, canvas.part(0, 0, canvas.width, canvas.height - size * 1.5))
-    for place, text in visible_ticks(value.scale, canvas.width, size * 4):
+    for place, text in visible_ticks(value.scale, canvas.width, room_for(value.scale, size)):
         canvas.text(text, place * canvas.width, canvas.height - size * 1.25, size, FAINT, 0.5)
     outer.text("values", 0, outer.height - canvas.height, size, FAINT)
 
