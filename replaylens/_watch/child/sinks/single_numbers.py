@@ -1,4 +1,4 @@
-"""The numbers of a sample one by one, under the names that they have where curves are drawn; an event as text.
+"""The numbers of a sample one by one, for what draws curves; an event as text.
 
 In: samples with their numbers. Out: `layer1.conv/activation/mean`, and so on; a number of the user's own is `loss`.
 """
