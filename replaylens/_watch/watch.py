@@ -48,6 +48,7 @@ from .watch_stats import WatchStats
 
 FEWEST_SLOTS, MOST_BYTES = 64, 256 << 20  # of a ring whose slots its user did not count
 START = 1.0  # seconds that children have to open their sinks before the first step
+SLOTS_FOR_NUMBERS = 16  # of the user's own
 CLOCKS = ("optimizer", "forward", "manual")
 
 
@@ -230,10 +231,12 @@ class Watch:
         self._tell("note", text=str(text))
 
     def log(self, **numbers: Any) -> None:
-        """Numbers of yours beside the samples, such as `w.log(loss=loss, lr=0.1)`: sent at once, in any step."""
+        """Numbers of yours beside the samples, such as `w.log(loss=loss, lr=0.1)`: sent at once, in any step. They are
+        those of the step that runs, which ends with `optimizer.step()`.
+        """
         session = self._open()
         for name, value in numbers.items():
-            number = torch.as_tensor(value)
+            number = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)
             if number.numel() != 1:
                 raise ValueError(f"log({name}=...) takes one number, not a tensor {tuple(number.shape)}.")
             session.log(name, number.detach().reshape(()))
@@ -388,7 +391,7 @@ def _announce(child: Child) -> None:
 
 def _slots_for(targets: Targets, wishes: Wishes) -> int:
     """Room for all samples of two steps."""
-    wanted = 2 * len(targets.names) * len(wishes.kinds)
+    wanted = 2 * len(targets.names) * len(wishes.kinds) + SLOTS_FOR_NUMBERS
     return max(FEWEST_SLOTS, min(wanted, MOST_BYTES // (wishes.raw + 2048)))
 
 
