@@ -523,9 +523,9 @@ def test_a_judge_that_raises_is_asked_no_more_and_the_training_goes_on(tmp_path,
     loop = run(Loop(linear(), [broken, mistaken, NotFinite()], tmp_path), 4, bad=3)
     assert [one.number for one in loop.close()] == [3]
     first, second = loop.keeper.faults
-    assert first == "when: broken raised ValueError: mine; it is asked no more."
+    assert first == "broken raised ValueError: mine; it is asked no more."
     assert second.endswith("asked no more. The numbers are step, output, loss, weight, grad_norm, output_grad.")
-    assert capsys.readouterr().err == f"replaylens: {first}\nreplaylens: {second}\n"
+    assert capsys.readouterr().err == f"replaylens: when: {first}\nreplaylens: when: {second}\n"
 
 
 def test_a_judge_has_a_cool_down_of_its_own(tmp_path):
@@ -576,8 +576,8 @@ def test_a_bound_for_a_number_that_no_step_has_is_said_once(tmp_path, capsys):
     run(loop, 3)
     assert loop.close() == ()
     [fault] = loop.keeper.faults
-    assert fault.startswith("when: Above(loss=...) has nothing to judge: the model returned no loss: not one number")
-    assert capsys.readouterr().err == f"replaylens: {fault}\n"
+    assert fault.startswith("Above(loss=...) has nothing to judge: the model returned no loss: not one number")
+    assert capsys.readouterr().err == f"replaylens: when: {fault}\n"
 
 
 def test_what_cannot_be_written_is_told_with_the_reason_and_raises_nothing(tmp_path):
@@ -746,6 +746,12 @@ def test_a_model_whose_weights_are_not_tied_as_they_were_is_refused(tmp_path):
     loose.out.weight = nn.Parameter(loose.out.weight.detach().clone())
     with pytest.raises(rl.InputMismatch, match=r"`out.weight` and `embed.weight` were the same tensor in the step"):
         kept.capture(loose)
+
+
+def test_a_program_of_other_inputs_is_none_of_the_step(tmp_path):
+    kept = kept_step(linear(), tmp_path)
+    with pytest.raises(rl.InputMismatch, match=r"the output is \[2, 2\], and that of the step was \[4, 2\]"):
+        kept.backward(rl.capture(linear(), torch.ones(2, 3)))
 
 
 def test_a_part_that_the_model_has_not_is_said(tmp_path):

@@ -343,7 +343,7 @@ class Keeper:
             self._unproven = []
 
     def _fault(self, fact: str) -> None:
-        self.faults.append(f"when: {fact}")
+        self.faults.append(fact)
         with suppress(Exception):
             print(f"replaylens: when: {fact}", file=sys.stderr)
 

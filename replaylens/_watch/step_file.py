@@ -181,6 +181,12 @@ class Step:
                 f"the output has {len(found)} tensors, and that of the step had {len(grads)}. {self._what_differs()}"
             )
         pairs = [(found[at], grad) for at, grad in self._from_outside().items()]
+        for one, grad in pairs:
+            if one.shape != grad.shape:
+                raise InputMismatch(
+                    f"the output is {list(one.shape)}, and that of the step was {list(grad.shape)}. "
+                    "The program is that of step.capture(model)."
+                )
         gradient_at: Any = _GradientAt.apply
         made: torch.Tensor = gradient_at(len(pairs), *[one for one, _ in pairs], *[grad for _, grad in pairs])
         return made
