@@ -163,7 +163,8 @@ class ProgramBase(ProgramMetadata, ValueSource):
         """The gradients of the backward pass of this program by layer, with the reasons of layers that have none."""
         if self._grads is None:
             raise NoGradient(
-                "the program had no backward pass, so there are no gradients. `prog.backward(of=...)` runs one."
+                "the program had no backward pass, so there are no gradients. `prog.backward(of=...)` runs one; "
+                "`step.capture(model, backward=True)` has those of a step that a watch kept."
             )
         return self._grads
 

@@ -113,7 +113,8 @@ def test_the_program_stays_as_it_was_and_the_model_collects_nothing(model, x):
     with pytest.raises(rl.NoGradient) as error:
         _ = prog["relu_1"].grad
     assert str(error.value) == (
-        "the program had no backward pass, so there are no gradients. `prog.backward(of=...)` runs one."
+        "the program had no backward pass, so there are no gradients. `prog.backward(of=...)` runs one; "
+        "`step.capture(model, backward=True)` has those of a step that a watch kept."
     )
 
 

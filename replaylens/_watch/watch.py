@@ -186,7 +186,7 @@ class Watch:
             {**session.unseen, **session.why_it_stands()},
             {
                 **session.faults,
-                **({"when": session.keeper.faults[-1]} if session.keeper and session.keeper.faults else {}),
+                **({"when": "; ".join(session.keeper.faults)} if session.keeper and session.keeper.faults else {}),
             },
             ring.why_refused if ring is not None else "",
         )
@@ -412,8 +412,7 @@ def _keep_steps(session: Session, tree: nn.Module) -> None:
         raise UnsupportedModel(f"steps of it cannot be kept: {SCRIPTED.format(place='a part of the model')}")
 
     def told(step: Step) -> None:
-        where = f"Written to {step.path}" if step.path else f"It could not be written: {'; '.join(step.why)}"
-        say(f"step {step.number}: {step.reason}. {where}.")
+        say(step.announcement)
         for child in session.children:
             child.event("alarm", step=step.number, reason=step.reason, path=str(step.path))
 
