@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def train(model, data, optimizer=None, before_step=lambda step: None):
 
 def samples(watch):
     """All samples that the ring still has, by step, name and kind."""
-    watch.stats()  # sends gradients that wait for a scaler
+    watch._session.sampler.send_early()  # gradients that wait for a scaler
     reader, found = watch._session.ring.reader(), {}
     while (sample := reader.take()) is not None:
         assert (sample.step, sample.name, sample.what) not in found, "one value was sent twice"
@@ -471,6 +472,109 @@ def test_a_watched_parameter_can_be_exchanged_by_torch():
     assert model[0].weight.dtype == torch.float64
 
 
+@pytest.mark.parametrize("case", ["first step not sampled", "resumed", "paused", "added", "asked"])
+def test_the_scaler_is_met_whatever_happens_in_the_first_step(case):
+    model = nn.Linear(1, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    wishes = {"first step not sampled": {"every": lambda step: step > 0}, "resumed": {"start": 1, "every": 2}}
+    with rl.watch(model, "", what="grad", sink=[], **{"every": 1, **wishes.get(case, {})}) as watch:
+        for number in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+            if not number and case == "paused":
+                watch.pause()
+                watch.resume()
+            elif not number and case == "added":
+                watch.add("")
+            elif not number and case == "asked":
+                watch.stats()
+            scaler.step(optimizer)
+            scaler.update()
+        found = samples(watch)
+    assert len(found) >= 2 and {value(one).item() for one in found.values()} == {1.0}
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_a_forward_that_is_interrupted_takes_no_names_either(kind):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.fails = nn.Linear(3, 3), False
+
+        def forward(self, x):
+            h = torch.tanh(self.a(x))
+            if self.fails:
+                raise kind
+            return h
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rl.watch(model, ["a", "tanh"], every=1, what="activation", sink=[]) as watch:
+        for number in range(3):
+            model.fails = number == 1
+            with pytest.raises(kind) if model.fails else nullcontext():
+                model(torch.full((1, 3), float(number)))
+            model.fails = False
+            with torch.no_grad():
+                model(torch.full((5, 3), -1.0))
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        reader, found = watch._session.ring.reader(), []
+        while (sample := reader.take()) is not None:
+            found.append((sample.step, sample.name, sample.shape[0]))
+    assert [one for one in found if one[0] == 1] == [(1, "a", 1), (1, "a", 2), (1, "tanh_1", 2)]
+    assert not [one for one in found if one[2] == 5]
+
+
+def test_an_evaluation_before_the_first_step_takes_no_names():
+    model = mlp()
+    with rl.watch(model, "2", every=1, what="activation", sink=[]) as watch:
+        model.eval()(torch.zeros(7, 6))  # a sanity check, with gradients
+        train(model.train(), batches(1, 6, classes=3))
+        reader, found = watch._session.ring.reader(), []
+        while (sample := reader.take()) is not None:
+            found.append((sample.name, sample.shape[0]))
+    assert found == [("2", 7), ("2", 4)]
+
+
+def test_steps_of_several_optimizers_are_told_apart_where_only_parts_of_the_model_are_called():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pair = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model]
+    with rl.watch(model, "0", every=1, what=("activation", "weight"), sink=[]) as watch:
+        for number in range(8):
+            with torch.no_grad():
+                model[0].bias.fill_(number)
+            model[1](model[0](torch.ones(1, 2))).sum().backward()
+            for optimizer in pair[: 1 + (number % 3 == 0)]:
+                optimizer.step()
+        found = samples(watch)
+    assert {step: value(one)[0].item() for (step, name, _), one in found.items() if name == "0.bias"} == {
+        step: float(step) for step in range(8)
+    }
+    for (step, name, what), one in found.items():
+        if what == "activation":
+            weight, bias = (value(found[step, f"0.{key}", "weight"]) for key in ("weight", "bias"))
+            assert name == "0" and torch.equal(value(one), F.linear(torch.ones(1, 2), weight, bias))
+
+
+def test_modules_and_parameters_that_change_places_are_watched_by_place():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with rl.watch(model, ["0", "1.weight"], every=1, what=("activation", "weight"), sink=[]) as watch:
+        for number in range(4):
+            if number == 2:
+                model[0], model[1] = model[1], model[0]
+            x = torch.full((1, 2), float(number + 1))
+            model(x).sum().backward()
+            optimizer.step()
+            found = samples(watch)
+            assert torch.equal(value(found[number, "0.weight", "weight"]), model[0].weight)
+            assert torch.equal(value(found[number, "1.weight", "weight"]), model[1].weight)
+            if (number, "0", "activation") in found:
+                assert torch.equal(value(found[number, "0", "activation"]), F.linear(x, model[0].weight, model[0].bias))
+    assert [step for step, name, _ in found if name == "0"] == [0, 1, 3]  # at 2 the hooks were on the other one
+
+
 # -- which, and when ---------------------------------------------------------------------------------------------------
 
 
@@ -602,6 +706,10 @@ def test_numbers_of_the_users_are_sent_beside_the_samples():
         found = samples(watch)
         assert [found[step, "lr", "scalar"].values.item() for step in range(3)] == pytest.approx([0.1] * 3)
         assert watch.latest("loss", "scalar").values.item() == loss.item()
+        watch.log(big=2**70)
+        assert watch.latest("big", "scalar").values.item() == 2.0**70
+        with pytest.raises(ValueError, match="takes a number"):
+            watch.log(loss="high")
         with pytest.raises(ValueError, match="takes one number"):
             watch.log(loss=torch.ones(3))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
@@ -53,6 +53,8 @@ class OptimizerClock:
     others: Callable[[], list[torch.Tensor]] = list  # tensors that are watched as well, and no parameters of the model
     is_in_step: bool = False
     _sole: ReferenceType[Optimizer] | None = None  # the one that made the step before alone: nothing else is asked then
+    late: Callable[[], None] = lambda: None  # a step has ended, which is noticed when the next one nearly has
+    _hooked: CodeType | None = None  # of torch's function around `step`, which calls hooks
     _nests: bool = False  # some optimizer's step calls another one of its own
     _own: WeakSet[Optimizer] = field(factory=WeakSet)
     _stepped: WeakSet[Optimizer] = field(factory=WeakSet)  # in this step
@@ -86,7 +88,8 @@ class OptimizerClock:
     def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled must not have this hook in it
             return None
-        if self.is_in_step and self._is_within_a_step(sys._getframe(1)):
+        self._hooked = sys._getframe(1).f_code
+        if self.is_in_step and self._is_within_a_step(sys._getframe(2)):
             self._nests = True
             return None
         is_sole = self._sole is not None and self._sole() is optimizer
@@ -97,6 +100,7 @@ class OptimizerClock:
             self._sole = None
             if optimizer in self._stepped:
                 self.end()
+                self.late()
         closure = self.before(optimizer, closure_of(args, kwargs))
         if closure is None:
             return None
@@ -105,7 +109,7 @@ class OptimizerClock:
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if self._nests and self._is_within_a_step(sys._getframe(1)):
+        if self._nests and self._is_within_a_step(sys._getframe(2)):
             return
         is_sole = self._sole is not None and self._sole() is optimizer
         if not is_sole and not self._is_ours(optimizer):
@@ -122,6 +126,8 @@ class OptimizerClock:
     @property
     def is_pending(self) -> bool:
         """True if some optimizers have stepped, and others may yet: the next forward ends the step, if not they do."""
+        if self.is_in_step and not self._is_within_a_step(sys._getframe(1)):
+            self.is_in_step = False  # that step raised
         return bool(self._stepped) and not self.is_in_step
 
     def end(self) -> None:
@@ -156,13 +162,12 @@ class OptimizerClock:
         self._foreign[optimizer] = groups
         return False
 
-    def _is_within_a_step(self, hooked: FrameType) -> bool:
-        """True for a step that is a part of another one: of an optimizer whose `step` calls that of its base class, or
-        of an optimizer that it holds.
+    def _is_within_a_step(self, frame: FrameType | None) -> bool:
+        """True within the step of one of these optimizers: in its closure, in the step of its base class, or of an
+        optimizer that it holds.
         """
-        frame = hooked.f_back
         while frame is not None:
-            if frame.f_code is hooked.f_code and frame.f_locals.get("self") in self._own:
+            if frame.f_code is self._hooked and frame.f_locals.get("self") in self._own:
                 return True
             frame = frame.f_back
         return False

@@ -96,8 +96,10 @@ class Session:
     sampler: Sampler = field(init=False)
     judged: Sampler | None = None  # of the activations that `when=` asks for
     _step: int = 0  # where no optimizer counts
+    _root_calls: int = 0
     _calls_kept: int = 0  # of which the keeper was told
     _steps_without_calls: int = 0
+    _followed_before: int = 0  # forwards, when the step began
     _unfollowed: int = 0  # sampled steps in which the model itself was not called
     _ran: set[str] = field(factory=set)  # in this step, where forwards are the clock
     _just_armed: bool = False
@@ -124,7 +126,7 @@ class Session:
             is_unsure=self._may_be_scaled,
             find=self._find,
             root=self.root,
-            failed=self._forward_failed,
+            follow_next=self._follow_next,
         )
 
     def start(self) -> None:
@@ -135,6 +137,7 @@ class Session:
             self.clock = OptimizerClock.of(
                 model, self._before_optimizer, self._after_optimizer, self._step, self._single_tensors
             )
+            self.clock.late = lambda: self.begin(self.step)
         if self.wishes.clock == "forward" or self.keeper is not None:
             self.hook_roots()
         if self.wishes.clock == "forward":
@@ -201,10 +204,10 @@ class Session:
             self.unseen[target.name] = "there is no such module any more."
         return found
 
-    def _forward_failed(self) -> None:
-        """The forward that was followed raised: the next one may be followed in its place."""
+    def _follow_next(self) -> None:
+        """The forward that was followed raised, or others are wanted as well."""
         if self.wishes.clock != "forward":
-            self._arm_follower(self.sampler.number)
+            self._arm_follower(self.sampler.number, is_another=True)
 
     def change(self, targets: Targets) -> None:
         """Watch these, from the next sampled step on."""
@@ -213,6 +216,7 @@ class Session:
 
     def stop(self) -> None:
         """Take everything off."""
+        self.sampler.send_early()
         self.unseen |= self.why_it_stands(is_ending=True)
         self.is_over = True
         self.disarm()
@@ -278,7 +282,7 @@ class Session:
             )
 
     def _disarm_follower(self, follower: FollowedForward, was_sampled: bool) -> None:
-        self._unfollowed += was_sampled and follower.is_armed
+        self._unfollowed += was_sampled and follower.is_armed and follower.sampled == self._followed_before
         follower.disarm()
         if self._unfollowed == UNSEEN_STEPS:
             self.not_followed(
@@ -290,9 +294,12 @@ class Session:
         wanted = any(target.has_values for target in self.targets.modules)
         return wanted and not FORWARD_KINDS.isdisjoint(self.wishes.kinds)
 
-    def _arm_follower(self, step: int) -> None:
+    def _arm_follower(self, step: int, is_another: bool = False) -> None:
         if self.follower is not None and self.safely("every", self.wishes.schedule.is_due, step):
-            self.safely("operations", self.follower.arm)
+            if not is_another:
+                self._followed_before = self.follower.sampled
+            if not self.follower.is_armed:
+                self.safely("operations", self.follower.arm)
 
     def next_step(self) -> None:
         """The user's own clock ticks."""
@@ -302,10 +309,12 @@ class Session:
     def _before_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if self.is_over:
             return None
-        if self.scaler is None and (self.sampler.is_armed or self.keeper is not None):
+        if self.scaler is None and (not self._has_stepped or self.sampler.is_armed or self.keeper is not None):
             self.scaler = scaler_above(sys._getframe())
-        self._has_stepped = True
-        if self.sampler.is_armed and (root := self.root()) is not None:
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.sampler.send_early()
+        if (root := self.root()) is not None:
             self.sampler.trains_while = root.training
         if self.keeper is not None and closure is None:
             self._judge(optimizer)
@@ -338,6 +347,8 @@ class Session:
         if self.keeper is not None and not self._calls_kept:
             self._look_elsewhere()
         if self.clock is not None and self.clock.is_pending:
+            if self._handles and not self._root_calls and not self._inner_handles:
+                self._watch_children()
             self.hook_roots()
             self._arm_follower(self.step + 1)  # of which the next forward may be
         elif self.step != self.sampler.number:
@@ -364,7 +375,11 @@ class Session:
                 "no call of the model was seen, so that no step can be judged or kept: it was compiled after the watch "
                 "began, what runs is another copy of it, or its `forward` is called by itself."
             )
-        model = self.model() if self._steps_without_calls == 1 else None
+        if self._steps_without_calls == 1:
+            self._watch_children()
+
+    def _watch_children(self) -> None:
+        model = self.model() if not self._inner_handles else None
         for name, child in model.named_children() if model is not None else ():
             if not is_compiled_itself(child):
                 self._inner_handles += self._hooks_on(child, name)
@@ -372,13 +387,16 @@ class Session:
     def _root_entered(self, address: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.is_over or torch.compiler.is_compiling() or is_no_forward():
             return
+        self._root_calls += not address
         if self.wishes.clock == "forward":
             self._tick(address)
             self._sample_input(address, module, args, kwargs)
-        elif self.clock is not None and self.clock.is_pending and torch.is_grad_enabled():
+        elif self.clock is not None and self.clock.is_pending and self.sampler.is_meant(module):
             self.clock.end()
             self.begin(self.step, follows=False)
             self._just_armed = self.sampler.is_armed
+            if self._just_armed and not address:
+                self.sampler.begin_forward(module)
             self._sample_input(address, module, args, kwargs)
         if self.keeper is not None and self._is_trained():
             self._calls_kept += 1
@@ -414,14 +432,23 @@ class Session:
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
-    def put(self, tensor: torch.Tensor, name: str, kind: str, exact: bool = True, scaled: bool = False) -> None:
+    def put(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        kind: str,
+        exact: bool = True,
+        scaled: bool = False,
+        number: int | None = None,
+    ) -> None:
         """Hand a tensor to the ring, and wake those who read it."""
         if self.ring is None or self.is_over:
             return
-        self._put_at = self.sampler.number
+        number = self.sampler.number if number is None else number
+        self._put_at = number
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()  # of a DTensor, this rank's part
-        self.ring.put(tensor, name, kind, self.sampler.number, exact=exact, scaled=scaled, note=self.note)
+        self.ring.put(tensor, name, kind, number, exact=exact, scaled=scaled, note=self.note)
         self._sent()
 
     def _sent(self) -> None:

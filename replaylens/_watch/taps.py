@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
+from threading import get_ident
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -113,7 +114,7 @@ class Sampler:
     is_unsure: Callable[[], bool] = lambda: False  # of that scale: there may be a scaler that nobody has met yet
     find: Callable[[ModuleTarget], nn.Module | None] = lambda target: target.module()  # where it stands now
     root: Callable[[], nn.Module | None] = lambda: None  # the model, whose calls are forwards
-    failed: Callable[[], None] = lambda: None  # a forward raised: what was sampled of it does not count
+    follow_next: Callable[[], None] = lambda: None  # the next forward is to be followed, too
     trains_while: bool = False  # the model was in training mode when an optimizer stepped
     forwards: int = 0  # of watched modules, that were sampled
     number: int = -1  # of the sampled step; -1 between
@@ -121,13 +122,16 @@ class Sampler:
     _is_over: bool = False  # the sampled micro-batch is, with its backward
     _depth: int = 0  # calls of the model that run
     _inside: bool | None = None  # is the one that runs the training's? None: none does
+    _thread: int = 0  # in which it runs
+    _raised: BaseException | None = None  # what was being handled when it began
+    _was_evaluation: bool = False  # the last one ran in evaluation mode
     _known: Counter[str] = field(factory=Counter)  # passes before it
     _entries: Counter[str] = field(factory=Counter)
     _passes: Counter[str] = field(factory=Counter)
     _handles: list[Any] = field(factory=list)
     _without_hooks: dict[int, list[ModuleTarget]] = field(factory=dict)  # modules that get none of their own, by id
     _before: dict[str, torch.Tensor] = field(factory=dict)  # weights before the step
-    _early: list[tuple[str, torch.Tensor]] = field(factory=list)  # gradients of an unknown scale
+    _early: list[tuple[int, str, torch.Tensor]] = field(factory=list)  # gradients of an unknown scale
     _marks_end: bool = False  # a hook waits for the backward pass that ends the first micro-batch
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ class Sampler:
         """Put the hooks on, for the step of this number."""
         self.disarm()
         self.number, self._is_open, self._marks_end = number, True, False
-        self._is_over, self._depth, self._inside = False, 0, None
+        self._is_over, self._depth, self._inside, self._was_evaluation = False, 0, None, False
         if FORWARD_KINDS.isdisjoint(self.kinds):
             return
         self._hook_root(number)
@@ -168,31 +172,51 @@ class Sampler:
         self._handles.append(root.register_forward_hook(end, always_call=True))
 
     def _forward_begins(self, number: int, module: nn.Module, args: Any) -> None:
-        if number != self.number or is_no_forward():
+        if number == self.number and not is_no_forward():
+            self.begin_forward(module)
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """The model is called."""
+        if self._depth and self._thread != get_ident():
             return
+        if self._depth and not is_called_above(module, sys._getframe(1)):
+            self._forget_forward()  # it was interrupted, of which no hook is told
         if not self._depth:
-            self._inside = self.is_meant(module)
+            if self._was_evaluation and module.training and self._is_open:
+                self._passes.clear()  # nothing of it came back: it was no training, as in the first step nobody knew
+                self._entries.clear()
+            self._thread, self._raised = get_ident(), sys.exc_info()[1]
+            self._inside, self._was_evaluation = self.is_meant(module), not module.training
             self._known = self._passes.copy()
         self._depth += 1
 
+    def _forget_forward(self) -> None:
+        was_inside, self._inside, self._depth = self._inside, None, 0
+        self._passes, self._entries = self._known.copy(), self._known.copy()
+        if was_inside and self._is_open:
+            self.follow_next()
+
     def is_meant(self, model: nn.Module) -> bool:
         """True if a forward of this moment is the training's, and no evaluation."""
-        trains = torch.is_grad_enabled() and (model.training or not self.trains_while)
-        return trains or not self.only_training
+        if not self.only_training:
+            return True
+        has_gradients = torch.is_grad_enabled() or is_checkpointed(sys._getframe())
+        return has_gradients and (model.training or not self.trains_while)
 
     def _forward_ends(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
-        if number != self.number or is_no_forward() or not self._depth:
+        if number != self.number or is_no_forward() or not self._depth or self._thread != get_ident():
             return
         self._depth -= 1
         if self._depth:
             return
+        if output is None and sys.exc_info()[1] not in (None, self._raised):
+            self._forget_forward()
+            return
         was_inside, self._inside = self._inside, None
-        if output is None and sys.exc_info()[1] is not None:
-            self._passes = self._known.copy()
-            self._entries = self._known.copy()
-            self.failed()
-        elif was_inside and self._is_open and not self._marks_end:
+        if was_inside and self._is_open and not self._marks_end:
             self._mark_end(output)
+        if was_inside and self.micro == "all":
+            self.follow_next()
 
     def _mark_end(self, output: Any) -> None:
         """Where no gradient is watched, the model's own tells that the first micro-batch is over."""
@@ -231,7 +255,6 @@ class Sampler:
 
     def disarm(self) -> None:
         """Take all hooks off."""
-        self.send_early()
         self.number, self._is_open = -1, False
         for handle in self._handles:
             handle.remove()
@@ -267,7 +290,7 @@ class Sampler:
         if not self._is_open:
             self._is_over = True
             return False
-        if self._inside is not None:
+        if self._inside is not None and self._thread == get_ident():
             return self._inside
         return not self.only_training or torch.is_grad_enabled() or is_checkpointed(sys._getframe())
 
@@ -277,14 +300,14 @@ class Sampler:
 
     def entered(self, target: ModuleTarget, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A watched module is called."""
-        if graph_task() == -1 and self._sees():
+        if graph_task() == -1 and self._sees() and self.find(target) is module:
             self.safely(target.name, self._sample, target, (args, kwargs) if kwargs else args, True)
 
     def _left(self, target: ModuleTarget, module: nn.Module, args: Any, output: Any) -> None:
         if graph_task() != -1:
             if not self._is_over and torch.is_grad_enabled() and "grad" in self.kinds:
                 self.safely(target.name, self._computed_again, target, output)
-        elif self._sees():
+        elif self._sees() and self.find(target) is module:  # else it has left its place since the hook was put on
             self.safely(target.name, self._sample, target, output, False)
 
     def _computed_again(self, target: ModuleTarget, output: Any) -> None:
@@ -345,9 +368,10 @@ class Sampler:
 
     def _put_gradient(self, gradient: torch.Tensor, name: str) -> None:
         if self.is_unsure():
-            self._early.append((name, gradient.detach().clone()))
-            if sum(one.nbytes for _, one in self._early) > MOST_EARLY:
-                self.send_early()
+            if sum(one.nbytes for *_, one in self._early) + gradient.nbytes > MOST_EARLY:
+                self.put(gradient, name, "grad", True, True)  # marked, for it may be scaled
+            else:
+                self._early.append((self.number, name, gradient.detach().clone()))
             return
         scale = self.scale()
         if scale != 1.0:
@@ -359,8 +383,9 @@ class Sampler:
         """Send the gradients that wait to learn their scale."""
         early, self._early = self._early, []
         scale = self.scale() if early else 1.0
-        for name, gradient in early:
-            self.safely(name, self.put, gradient / scale if scale != 1.0 else gradient, name, "grad")
+        for number, name, gradient in early:
+            value = gradient / scale if scale != 1.0 else gradient
+            self.safely(name, self.put, value, name, "grad", True, False, number)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -370,7 +395,6 @@ class Sampler:
         """Hand on the weights that this optimizer is about to change, and their gradients, unless a closure is yet to
         compute them.
         """
-        self.send_early()
         is_scaled = getattr(optimizer, "grad_scale", None) is not None  # a fused one divides by itself
         own = {id(parameter) for parameter in parameters_of(optimizer)}
         for name, parameter in self._due_parameters():
@@ -442,6 +466,15 @@ def is_no_forward() -> bool:
     return graph_task() != -1 or torch.jit.is_tracing()
 
 
+def is_called_above(module: nn.Module, frame: FrameType | None) -> bool:
+    """True if, besides the innermost one, another call of this module runs."""
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
+
+
 def is_checkpointed(frame: FrameType | None) -> bool:
     """True within a reentrant checkpoint, which computes without gradients first."""
     while frame is not None:
@@ -451,6 +484,7 @@ def is_checkpointed(frame: FrameType | None) -> bool:
     return False
 
 
+_CALL = nn.Module._call_impl.__code__
 _CHECKPOINT = CheckpointFunction.forward.__code__
 
 

@@ -108,13 +108,15 @@ class ParameterTarget:
     """A parameter, by its address: looked up anew each time, since a module may exchange it."""
 
     address: str
-    module: ReferenceType[nn.Module]
-    key: str
+    tree: ReferenceType[nn.Module]
 
     def find(self) -> torch.Tensor | None:
         """The parameter that stands there now."""
-        module = self.module()
-        return None if module is None else getattr(module, self.key, None)
+        path, _, key = self.address.rpartition(".")
+        module = self.tree()
+        for part in path.split(".") if path else ():
+            module = child_of(module, part) if module is not None else None
+        return None if module is None else getattr(module, key, None)
 
 
 @frozen(eq=False)
@@ -371,7 +373,7 @@ class ModuleTree:
         """
         for address, (module, key) in self.parameters.items():
             if module._parameters[key] is tensor:
-                return ParameterTarget(address, ref(module), key).find
+                return ParameterTarget(address, ref(self.model)).find
         return ref(tensor)
 
     def _named(self, key: str) -> Targets:
@@ -389,8 +391,7 @@ class ModuleTree:
         return Targets(nodes=(key,))
 
     def _parameter(self, address: str) -> ParameterTarget:
-        module, key = self.parameters[address]
-        return ParameterTarget(address, ref(module), key)
+        return ParameterTarget(address, ref(self.model))
 
     def _matching(self, pattern: str) -> Targets | None:
         """The modules that a glob matches; the parameters, if there are none."""

@@ -119,6 +119,13 @@ def _at_least(least: int, word: str, value: Any) -> int:
     return value
 
 
+def _float(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"log({name}={value!r}) takes a number.") from None
+
+
 def _rank() -> int:
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
@@ -174,7 +181,6 @@ class Watch:
     def stats(self) -> WatchStats:
         """What was sent, what was lost and why, what it cost."""
         session = self._session
-        session.sampler.send_early()
         ring = session.ring
         return WatchStats(
             session.step,
@@ -194,7 +200,6 @@ class Watch:
     def latest(self, name: str = "", what: str = "activation") -> Sample:
         """The newest sample of a name: its values as a numpy array, its step, its shape."""
         session, sample_name = self._session, self._sample_name(name)
-        session.sampler.send_early()
         if session.is_closed:
             found = session.last.get((sample_name, what))
         else:
@@ -236,7 +241,9 @@ class Watch:
         """
         session = self._open()
         for name, value in numbers.items():
-            number = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)
+            number = (
+                value if isinstance(value, torch.Tensor) else torch.tensor(_float(name, value), dtype=torch.float64)
+            )
             if number.numel() != 1:
                 raise ValueError(f"log({name}=...) takes one number, not a tensor {tuple(number.shape)}.")
             session.log(name, number.detach().reshape(()))
@@ -259,7 +266,7 @@ class Watch:
         try:
             yield
         finally:
-            if not was_paused:
+            if not was_paused and not self.is_closed:
                 self.resume()
 
     def step(self) -> None:
