@@ -605,7 +605,9 @@ def test_a_forked_process_reaches_no_child_and_keeps_none_alive(tmp_path):
 def test_children_leave_no_descriptor_no_process_and_no_thread(tmp_path):
     def state():
         gc.collect()
-        processes = {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+        processes = {
+            pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
+        }
         return sorted(os.listdir("/proc/self/fd")), threading.active_count(), processes
 
     before = state()
