@@ -7,6 +7,7 @@ sampled every 20th step is no median's matter. "plain" against a second plain co
 """
 
 import sys
+import tempfile
 from collections.abc import Callable
 from time import thread_time
 
@@ -97,7 +98,7 @@ def watched(name: str, wishes: dict) -> tuple[Callable[[], None], rl.Watch]:
     model, step = trainer(name)
     when = {"finite": rl.NotFinite(), "norm": rl.Above(grad_norm=1e9)}.get(wishes.get("when", ""))
     if when is not None:
-        return step, rl.watch(model, when=when, folder="/tmp/replaylens-bench")
+        return step, rl.watch(model, when=when, folder=tempfile.gettempdir())
     layers = wishes.get("layers", "**")
     if name == "cnn" and isinstance(layers, list):
         layers = ["relu"]

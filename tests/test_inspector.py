@@ -97,14 +97,6 @@ def test_the_quick_start_films_a_model_and_gradients_of_its_layers(tmp_path, mon
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_quick_start_is_that_of_the_readme():
-    readme = Path("/work/shared/seeds/pytorch-inspector-readme.md")
-    if not readme.exists():
-        pytest.skip("the README of the original is not part of this repository")
-    [code] = re.findall(r"def main\(\):.*?(?=```)", readme.read_text(encoding="utf-8"), re.DOTALL)
-    assert code.rstrip() == QUICK_START.replace("    return model\n", "").strip()
-
-
 def collected(**settings):
     seen = []
     handler = ParrallelHandler(callback_onrun=lambda **message: seen.append(message), frequency=2, **settings)
