@@ -494,6 +494,49 @@ def test_the_scaler_is_met_whatever_happens_in_the_first_step(case):
     assert len(found) >= 2 and {value(one).item() for one in found.values()} == {1.0}
 
 
+@pytest.mark.parametrize("clock", ["forward", "manual"])
+def test_other_clocks_meet_the_scaler_too_and_mark_what_came_before(clock):
+    model = nn.Linear(1, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = global_hooks()
+    with rl.watch(model, "", every=1, what="grad", sink=[], clock=clock) as watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.ones(1, 1)).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if clock == "manual":
+                watch.step()
+        found = samples(watch)
+        assert global_hooks() == before
+    assert [(value(one).item(), one.scaled) for one in found.values()] == [(1024.0, True), (1.0, False), (1.0, False)]
+
+
+def test_a_first_step_that_the_scaler_skips_is_marked():
+    model = nn.Linear(1, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with rl.watch(model, "", every=1, what="grad", sink=[]) as watch:
+        for number in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+            if not number:
+                model.weight.grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+        found = samples(watch)
+    assert [(value(one).item(), one.scaled) for one in found.values()] == [(1024.0, True), (1.0, False)]
+
+
+def test_an_error_in_the_hooks_of_an_optimizer_stays_out_of_the_training():
+    model = mlp()
+    with rl.watch(model, "0", every=1, sink=[]) as watch:
+        watch._session.clock.after = None  # not to be called
+        train(model, batches(2, 6, classes=3))
+        assert "clock" in watch.stats().faults
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
 def test_a_forward_that_is_interrupted_takes_no_names_either(kind):
     class Net(nn.Module):

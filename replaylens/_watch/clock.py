@@ -53,6 +53,7 @@ class OptimizerClock:
     others: Callable[[], list[torch.Tensor]] = list  # tensors that are watched as well, and no parameters of the model
     is_in_step: bool = False
     _sole: ReferenceType[Optimizer] | None = None  # the one that made the step before alone: nothing else is asked then
+    failed: Callable[[Exception], None] = lambda error: None  # a hook of ours raised
     late: Callable[[], None] = lambda: None  # a step has ended, which is noticed when the next one nearly has
     _hooked: CodeType | None = None  # of torch's function around `step`, which calls hooks
     _nests: bool = False  # some optimizer's step calls another one of its own
@@ -88,8 +89,23 @@ class OptimizerClock:
     def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled must not have this hook in it
             return None
-        self._hooked = sys._getframe(1).f_code
-        if self.is_in_step and self._is_within_a_step(sys._getframe(2)):
+        try:
+            return self._begins(optimizer, args, kwargs, sys._getframe(1))
+        except Exception as error:  # never into the training
+            self.failed(error)
+            return None
+
+    def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        try:
+            self._ends(optimizer, args, kwargs, sys._getframe(1))
+        except Exception as error:
+            self.failed(error)
+
+    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any, hooked: FrameType) -> Any:
+        self._hooked = hooked.f_code
+        if self.is_in_step and self._is_within_a_step(hooked.f_back):
             self._nests = True
             return None
         is_sole = self._sole is not None and self._sole() is optimizer
@@ -106,10 +122,8 @@ class OptimizerClock:
             return None
         return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
-    def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self._nests and self._is_within_a_step(sys._getframe(2)):
+    def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any, hooked: FrameType) -> None:
+        if self._nests and self._is_within_a_step(hooked.f_back):
             return
         is_sole = self._sole is not None and self._sole() is optimizer
         if not is_sole and not self._is_ours(optimizer):

@@ -21,6 +21,7 @@ import torch
 from attrs import define, field, frozen
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._ir.interrupts import after_fork
 from .._ir.torch_private import (
@@ -31,7 +32,7 @@ from .._ir.torch_private import (
 from ..errors import UnsupportedModel
 from .child.wire import Sample
 from .child_process import Child
-from .clock import Closure, OptimizerClock, scaler_above
+from .clock import Closure, OptimizerClock, parameters_of, scaler_above
 from .followed_forward import FollowedForward
 from .keeper import Keeper
 from .ring import Ring
@@ -108,6 +109,7 @@ class Session:
     _waiting: int = 0  # samples since the children were woken
     _handles: list[Any] = field(factory=list)
     _inner_handles: list[Any] = field(factory=list)
+    _handles_of_all: list[Any] = field(factory=list)  # on all optimizers
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -124,6 +126,8 @@ class Session:
             training,
             scale=self.loss_scale,
             is_unsure=self._may_be_scaled,
+            is_doubtful=self._is_probably_scaled,
+            has_backed_off=self._has_backed_off,
             find=self._find,
             root=self.root,
             follow_next=self._follow_next,
@@ -138,6 +142,9 @@ class Session:
                 model, self._before_optimizer, self._after_optimizer, self._step, self._single_tensors
             )
             self.clock.late = lambda: self.begin(self.step)
+            self.clock.failed = self._clock_failed
+        elif "grad" in self.wishes.kinds and self.scaler is None:
+            self._handles_of_all.append(register_optimizer_step_pre_hook(self._meet))
         if self.wishes.clock == "forward" or self.keeper is not None:
             self.hook_roots()
         if self.wishes.clock == "forward":
@@ -224,7 +231,7 @@ class Session:
             self.follower.close()
         if self.clock is not None:
             self.clock.close()
-        for handle in (*self._handles, *self._inner_handles):
+        for handle in (*self._handles, *self._inner_handles, *self._handles_of_all):
             handle.remove()
         self._handles.clear()
         self._inner_handles.clear()
@@ -524,6 +531,31 @@ class Session:
     def _may_be_scaled(self) -> bool:
         """In the first step nobody has met the GradScaler yet, if there is one."""
         return self.scaler is None and self.clock is not None and not self._has_stepped
+
+    def _clock_failed(self, error: Exception) -> None:
+        if "clock" not in self.faults:
+            self.faults["clock"] = f"{type(error).__name__}: {error}"
+            say(f"a step was not watched: {self.faults['clock']}")
+
+    def _meet(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Another clock counts; the first step of the model's optimizer tells whether a GradScaler called it."""
+        model = self.model()
+        own = set() if model is None else set(map(id, model.parameters()))
+        if torch.compiler.is_compiling() or not any(id(one) in own for one in parameters_of(optimizer)):
+            return
+        self._has_stepped = True
+        self.scaler = self.scaler or scaler_above(sys._getframe())
+        for handle in self._handles_of_all:
+            handle.remove()
+        self._handles_of_all.clear()
+
+    def _is_probably_scaled(self) -> bool:
+        """Under autocast, as long as no optimizer has shown whether there is a GradScaler."""
+        return bool(self._handles_of_all) and self.sampler.saw_autocast
+
+    def _has_backed_off(self) -> bool:
+        first = getattr(self.scaler, "_init_scale", None)
+        return first is not None and self.loss_scale() != 1.0 and self.loss_scale() < first
 
     def loss_scale(self) -> float:
         """By which a GradScaler multiplied the loss; 1 if none is known."""

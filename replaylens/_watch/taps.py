@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._ir.torch_private import graph_task, peek_interpreter_stack
+from .._ir.torch_private import graph_task, is_any_autocast_on, peek_interpreter_stack
 from .clock import parameters_of
 from .targets import FORWARD_KINDS, ModuleTarget, Targets, is_compiled_itself
 
@@ -112,10 +112,13 @@ class Sampler:
     takes: Callable[[str], bool] = lambda name: True  # what is due in this step
     scale: Callable[[], float] = lambda: 1.0  # by which a GradScaler multiplied the loss
     is_unsure: Callable[[], bool] = lambda: False  # of that scale: there may be a scaler that nobody has met yet
+    is_doubtful: Callable[[], bool] = lambda: False  # the same, where nothing waits for it
+    has_backed_off: Callable[[], bool] = lambda: False  # the scaler has lowered its scale
     find: Callable[[ModuleTarget], nn.Module | None] = lambda target: target.module()  # where it stands now
     root: Callable[[], nn.Module | None] = lambda: None  # the model, whose calls are forwards
     follow_next: Callable[[], None] = lambda: None  # the next forward is to be followed, too
     trains_while: bool = False  # the model was in training mode when an optimizer stepped
+    saw_autocast: bool = False
     forwards: int = 0  # of watched modules, that were sampled
     number: int = -1  # of the sampled step; -1 between
     _is_open: bool = False  # forwards are sampled
@@ -355,6 +358,7 @@ class Sampler:
         self, tensor: torch.Tensor, name: str, is_kept: bool = False, is_meant: Sequence[bool] = (True,)
     ) -> None:
         """Also tells where the first micro-batch ends: at its backward pass."""
+        self.saw_autocast = self.saw_autocast or is_any_autocast_on()
         handle = tensor.register_hook(Tap(partial(self._gradient, name, self.number, is_meant)))
         if tensor.is_leaf or is_kept:
             self._handles.append(handle)  # others go with the graph
@@ -377,15 +381,16 @@ class Sampler:
         if scale != 1.0:
             with torch.no_grad():
                 gradient = gradient / scale
-        self.put(gradient, name, "grad")
+        self.put(gradient, name, "grad", True, self.is_doubtful())
 
     def send_early(self) -> None:
         """Send the gradients that wait to learn their scale."""
         early, self._early = self._early, []
         scale = self.scale() if early else 1.0
+        is_other = bool(early) and self.has_backed_off()  # a step was skipped: they had another scale
         for number, name, gradient in early:
-            value = gradient / scale if scale != 1.0 else gradient
-            self.safely(name, self.put, value, name, "grad", True, False, number)
+            value = gradient / scale if scale != 1.0 and not is_other else gradient
+            self.safely(name, self.put, value, name, "grad", True, is_other, number)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
