@@ -34,9 +34,10 @@ from .child.wire import Sample
 from .child_process import Child
 from .clock import Closure, OptimizerClock, parameters_of, scaler_above
 from .followed_forward import FollowedForward
+from .hooks import CompiledCall, Tap, is_checkpointed, is_no_forward, say
 from .keeper import Keeper
 from .ring import Ring
-from .taps import CompiledCall, Sampler, Tap, is_checkpointed, is_no_forward, say
+from .taps import Sampler
 from .targets import FORWARD_KINDS, SCRIPTED, ModuleTarget, Schedule, Targets, has_fast_path, is_compiled_itself
 
 UNSEEN_STEPS = 2  # sampled steps without a forward of a watched module, until it is said

@@ -26,12 +26,12 @@ from .child.live_link import link_html, link_text
 from .child.wire import Sample
 from .child_process import Child, start_children
 from .followed_forward import FollowedForward, why_not
+from .hooks import say
 from .keeper import Keeper
 from .ring import Ring
 from .session import Session, Wishes
 from .sink_specs import specs_of
 from .step_file import Step
-from .taps import say
 from .targets import (
     COMPILED,
     FORWARD_KINDS,
