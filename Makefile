@@ -67,6 +67,8 @@ bench: $(ZOO)
 	$(BIN)/python bench/check.py
 	$(BIN)/python bench/files.py
 	$(BIN)/python bench/watch.py
+	$(BIN)/python bench/extract.py
+	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/growth.py --most 10000
 	$(BIN)/python bench/summary.py
 
@@ -87,7 +89,7 @@ $(PACKAGE): $(TORCH) pyproject.toml
 	@touch $@
 
 $(DEV): $(PACKAGE)
-	$(PINNED) --editable '.[dev,pandas,plot,progress,safetensors,xarray,watch,video,board]'
+	$(PINNED) --editable '.[dev,pandas,plot,progress,safetensors,xarray,watch,video,board,extract,scale]'
 	@touch $@
 
 # torchvision and timm without their dependencies: those name a torch of another build.

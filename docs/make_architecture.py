@@ -20,7 +20,7 @@ PICTURE = ROOT / "docs" / "pictures" / "architecture.svg"
 POINTER = re.compile(r"`(?P<path>replaylens/[\w/]+\.py):(?P<line>\d+)`(?P<between>\s+)`(?P<name>[\w.]+)`")
 FILES = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.DOTALL)
 FOLDERS = ("", "_ir", "_capture", "_capture/rerun", "_replay", "_edit", "_edit/open_forms", "_sweep", "_layers")
-FOLDERS += ("_check", "_view", "_store", "_study", "_torchlens")
+FOLDERS += ("_check", "_view", "_store", "_scale", "_study", "_extract", "_torchlens")
 FOLDERS += ("_watch", "_watch/child", "_watch/child/sinks", "compat")
 
 

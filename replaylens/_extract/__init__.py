@@ -1,0 +1,1 @@
+"""Activations of many layers over a whole dataset."""

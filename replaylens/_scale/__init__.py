@@ -1,0 +1,1 @@
+"""Work that goes to the processes of an executor that the user has."""
