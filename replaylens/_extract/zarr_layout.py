@@ -1,0 +1,178 @@
+"""How features lie in a zarr v3 group: names of files, metadata documents, and the bytes of a chunk.
+
+In: names, shapes, dtypes, texts. Out: documents (plain dicts, JSON texts) and bytes, and the same read back. No file is
+touched here. An array is cut along its first axis alone, its chunks are plain C bytes, uncompressed, so that a chunk
+can be mapped into memory; what is missing of the last chunk, or of an extraction that has not ended, is NaN (0 for
+integers).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+from attrs import frozen
+
+FORMAT = 1
+ROWS = "stimulus"  # the name of the first axis of every array
+
+_OTHER = re.compile(r"[^A-Za-z0-9._:-]")
+_KINDS = "biufc"
+
+
+@frozen
+class ArrayLayout:
+    """One array of a group: its shape, dtype (None for text), the rows of a chunk, and the names of its axes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] | None
+    chunk_rows: int
+    dims: tuple[str, ...]
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """The shape of every chunk, the last one included."""
+        return self.chunk_rows, *self.shape[1:]
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks the array has."""
+        return math.ceil(self.shape[0] / self.chunk_rows)
+
+    def chunk_path(self, number: int) -> str:
+        """Where a chunk is, below the folder of its array: `c/3/0/0`."""
+        return "/".join(["c", str(number), *["0"] * (len(self.shape) - 1)])
+
+
+def folder_name(array: str) -> str:
+    """The name of an array as that of a file: what is no letter, digit or one of `._-:` is written as %XX."""
+    name = _OTHER.sub(lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()), array)
+    return "%2E" + name[1:] if name[:1] == "." else name
+
+
+def array_name(folder: str) -> str:
+    """The name of the array that has this folder."""
+    return unquote(folder)
+
+
+def fill_value(dtype: np.dtype[Any]) -> Any:
+    """What stands where nothing was written: NaN, or 0 for what has no NaN."""
+    return dtype.type(math.nan if dtype.kind in "fc" else 0)
+
+
+# -- documents -------------------------------------------------------------------------------------------------------
+
+
+def json_text(document: Any) -> str:
+    """A document as the text of its file; the same document gives the same text."""
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def group_document(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """What `zarr.json` of the group holds."""
+    return {"attributes": dict(attributes), "zarr_format": 3, "node_type": "group"}
+
+
+def array_document(layout: ArrayLayout) -> dict[str, Any]:
+    """What `zarr.json` of an array holds, as zarr itself writes it."""
+    dtype = layout.dtype
+    return {
+        "shape": list(layout.shape),
+        "data_type": "string" if dtype is None else _dtype_name(dtype),
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": [max(size, 1) for size in layout.chunk_shape]},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": "" if dtype is None else _FILLS[dtype.kind],
+        "codecs": [{"name": "vlen-utf8", "configuration": {}} if dtype is None else _bytes_codec(dtype)],
+        "attributes": {},
+        "dimension_names": list(layout.dims),
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+    }
+
+
+_FILLS: dict[str, Any] = {"b": False, "i": 0, "u": 0, "f": "NaN", "c": ["NaN", "NaN"]}
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    if dtype.kind not in _KINDS:
+        raise TypeError(f"values of dtype {dtype} have no place in a zarr array. Give numbers, truth values or text.")
+    return str(dtype.name)
+
+
+def _bytes_codec(dtype: np.dtype[Any]) -> dict[str, Any]:
+    return {"name": "bytes"} if dtype.itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+def read_array_document(document: Mapping[str, Any]) -> ArrayLayout:
+    """The array that a `zarr.json` describes. Raises ValueError at one that is not as this module writes it."""
+    kind = document["data_type"]
+    dtype = None if kind == "string" else np.dtype(kind)
+    shape, chunk = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
+    layout = ArrayLayout(tuple(shape), dtype, chunk[0], tuple(document["dimension_names"]))
+    if array_document(layout) != {**document, "attributes": {}}:
+        raise ValueError("the array is cut or encoded in another way than replaylens does. Open it with zarr.")
+    return layout
+
+
+# -- chunks ----------------------------------------------------------------------------------------------------------
+
+
+def chunk_bytes(rows: np.ndarray[Any, Any], layout: ArrayLayout) -> bytes:
+    """The rows of a chunk as its file holds them; a chunk that is not full is filled up."""
+    assert layout.dtype is not None
+    whole = np.ascontiguousarray(rows, layout.dtype.newbyteorder("<"))
+    missing = layout.chunk_rows - len(whole)
+    if missing:
+        rest = np.full((missing, *layout.shape[1:]), fill_value(layout.dtype), whole.dtype)
+        return whole.tobytes() + rest.tobytes()
+    return whole.tobytes()
+
+
+def text_bytes(texts: Iterable[str]) -> bytes:
+    """Texts as the chunk of a `vlen-utf8` array."""
+    encoded = [text.encode() for text in texts]
+    parts = [struct.pack("<I", len(encoded))]
+    for one in encoded:
+        parts += struct.pack("<I", len(one)), one
+    return b"".join(parts)
+
+
+def read_text_bytes(data: bytes) -> list[str]:
+    """The texts in the chunk of a `vlen-utf8` array. Raises ValueError if it is cut off."""
+    try:
+        (count,) = struct.unpack_from("<I", data)
+        texts, place = [], 4
+        for _ in range(count):
+            (size,) = struct.unpack_from("<I", data, place)
+            if place + 4 + size > len(data):
+                raise ValueError("the texts of a label are cut off.")
+            texts.append(data[place + 4 : place + 4 + size].decode())
+            place += 4 + size
+    except struct.error:
+        raise ValueError("the texts of a label are cut off.") from None
+    return texts
+
+
+# -- axes ------------------------------------------------------------------------------------------------------------
+
+
+def dimension_names(array: str, axes: Sequence[str | None]) -> tuple[str, ...]:
+    """The names of all axes of an array, of which those behind the first are given: unlike those of any other array,
+    `fc_0`, or `fc_c` where the axis has a name. Only `time`, of the passes of a layer, is one for all arrays.
+    """
+    shared = sum(axis == "time" for axis in axes)
+    names = [
+        axis if axis == "time" else f"{array}_{number if axis is None else axis}"
+        for number, axis in enumerate(axes, -shared)
+    ]
+    return ROWS, *names
