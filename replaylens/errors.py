@@ -169,3 +169,37 @@ class NoGradient(ReplaylensError, LookupError):
 
 class CannotDraw(ReplaylensError, RuntimeError):
     """A picture cannot be drawn or written, for example because graphviz's `dot` is missing. The message says why."""
+
+
+class BadExecutor(ReplaylensError, TypeError):
+    """What was given as `executor=` cannot take work, or would take it in a way that hangs or loses it.
+
+    Example: the number 8, the module `ray`, a pool whose processes are forked. The message says what to give.
+    """
+
+
+class LostWorkers(ReplaylensError, RuntimeError):
+    """A task was given to workers several times, and none of them came back with a result.
+
+    Example: each process that tries it runs out of memory and is killed by the system. The message says which task, how
+    often, and the last words of the executor.
+    """
+
+
+class BadSource(ReplaylensError, ValueError):
+    """What was given as data cannot be read by an extraction: rows without an order, or batches that do not fit the
+    model.
+
+    Example: a `DataLoader` that shuffles, whose rows nobody could name afterwards. The message says what to give.
+    """
+
+
+class PlanDiffers(ReplaylensError, ValueError):
+    """An extraction was begun in this folder with another plan, so that it cannot be resumed with this one.
+
+    The message shows both, line by line. Go on as it was begun, give another folder, or pass `overwrite=True`.
+    """
+
+
+class BadFeatures(ReplaylensError, ValueError):
+    """Features cannot be read or compared as asked: a folder that no extraction wrote, rows that are not there yet."""
