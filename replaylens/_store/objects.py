@@ -65,6 +65,11 @@ def _kind_of(what: Any) -> Kind:
     raise CannotSave(f"a {type(what).__name__} cannot be saved or pickled. What can: {known}.")
 
 
+def is_program(what: Any) -> bool:
+    """True for what a file holds as a program: a Program, a ModelHistory."""
+    return any(cls in _by_class and _by_class[cls].word in PROGRAMS for cls in type(what).__mro__)
+
+
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
