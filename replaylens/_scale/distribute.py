@@ -1,0 +1,237 @@
+"""distribute: tasks to the workers of an executor, and their results as they come.
+
+In: an executor, a function that prepares a worker, what it needs, and the tasks. Out: each result once, to the caller's
+function and in the caller's thread, and an Execution that says where the work was done. What a task is, nobody knows
+here. A task whose worker was lost is given to another one; an error of the work ends everything, and is raised as it
+is. However the driver ends, nothing is left: no future, no process that we started, no file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from attrs import define, field, frozen
+
+from .._ir.util import add_note
+from .._sweep.batch_runner import progress_bar
+from ..errors import LostWorkers
+from .executors import POOL, Engine, engine_of, guessed_workers, is_broken, is_lost
+from .job_file import files_of, job_folder, write_job
+from .run_task import Answer, loaded, run_task
+
+Setup = Callable[[Any], Callable[[Any], Any]]
+
+
+@frozen
+class Execution:
+    """Where a piece of work was done, and on how many threads."""
+
+    engine: str  # the kind of executor
+    workers: int  # processes that gave results
+    threads: int  # of each worker, which can be part of the bits
+    tasks: int
+    resubmitted: int = 0  # tasks whose worker was lost, each time it was
+
+    def __str__(self) -> str:
+        again = f", {self.resubmitted} given out again" if self.resubmitted else ""
+        many = [f"{n:,} {word}{'s' * (n != 1)}" for n, word in ((self.tasks, "task"), (self.workers, "worker"))]
+        threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
+        return f"{many[0]} on {many[1]} of {self.engine}, {threads} each{again}"
+
+
+def distribute(
+    executor: Any,
+    setup: Setup,
+    payload: Any,
+    tasks: Sequence[Any],
+    receive: Callable[[int, Any], Any],
+    *,
+    scratch: Any = None,
+    retries: int = 3,
+    progress: bool | None = None,
+    unit: str = "task",
+    weights: Sequence[float] | None = None,
+) -> Execution:
+    """Run `setup(payload)(task)` for each task in the workers, and `receive(number, result)` here, as results come.
+
+    `setup` is a function of a module that the workers can import; it runs once a process. The heaviest tasks go first.
+    `scratch` is a folder that all workers see; where they do not, they are sent the bytes.
+    """
+    if type(retries) is not int or retries < 0:
+        raise ValueError(f"retries={retries!r}: give how often a task may be lost, such as 3.")
+    tasks = list(tasks)
+    if weights is not None and len(weights) != len(tasks):
+        raise ValueError(f"there are {len(weights)} weights for {len(tasks)} tasks.")
+    order = sorted(range(len(tasks)), key=lambda number: -weights[number] if weights is not None else 0)
+    engine = engine_of(executor)
+    is_done = False
+    try:
+        with job_folder(scratch) as folder, progress_bar(len(tasks), progress, unit) as tick:
+            path, digest = write_job(folder, setup, payload, tasks) if tasks else ("", "")
+            driver = Drive(engine, path, digest, deque(order), retries, unit)
+            driver.run(lambda number, result: (receive(number, result), tick(1)))
+            is_done = True
+            return driver.execution
+    finally:
+        engine.close(at_once=not is_done)
+
+
+@frozen(eq=False)
+class Sent:
+    """A task in the hands of the executor."""
+
+    number: int
+    future: Any
+    generation: int  # of the executor that has it
+    brings_to: str | None = None  # the host to which it brings files
+
+
+@define(eq=False)
+class Drive:
+    """The loop of the driver: what waits, what is under way, what is done."""
+
+    engine: Engine
+    path: str
+    digest: str
+    waiting: deque[int]
+    retries: int
+    unit: str = "task"
+    under_way: list[Sent] = field(factory=list, init=False)
+    done: set[int] = field(factory=set, init=False)
+    losses: dict[int, int] = field(factory=dict, init=False)
+    workers: set[str] = field(factory=set, init=False)
+    threads: int = field(default=0, init=False)
+    total: int = field(init=False)
+    _suspects: deque[int] = field(factory=deque, init=False)  # each alone, when nothing else is under way
+    _deliveries: dict[int, tuple[str, tuple[str, ...]]] = field(factory=dict, init=False)  # number -> host, digests
+    _held: dict[str, list[int]] = field(factory=dict, init=False)  # host -> those that wait for files to come there
+    _event: threading.Event = field(factory=threading.Event, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.total = len(self.waiting)
+
+    @property
+    def execution(self) -> Execution:
+        """What there is to say afterwards."""
+        return Execution(self.engine.name, len(self.workers), self.threads, self.total, sum(self.losses.values()))
+
+    def run(self, receive: Callable[[int, Any], Any]) -> None:
+        """Have every task done, each result received once."""
+        try:
+            while len(self.done) < self.total:
+                self._fill()
+                for sent in self._finished():
+                    self.under_way.remove(sent)
+                    self._take(sent, receive)
+        except BaseException:
+            self._cancel()
+            raise
+
+    # -- giving out ----------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Give out tasks until each worker has one, and another one to go on with."""
+        window = 2 * max(self.engine.count() or guessed_workers(), len(self.workers), 1)
+        while self.waiting and len(self.under_way) < window:
+            if not self._give(self.waiting.popleft()):
+                return
+        if not self.under_way and not self.waiting and self._suspects:
+            self._give(self._suspects.popleft())
+
+    def _give(self, number: int) -> bool:
+        """Submit a task. False if the executor broke meanwhile."""
+        host, wanted = self._deliveries.get(number, (None, ()))
+        more = (files_of(self.path, self.digest, wanted),) if host is not None else ()
+        try:
+            future = self.engine.submit(run_task, self.path, self.digest, number, *more)
+        except Exception as error:
+            if not is_lost(error):
+                raise
+            self._lost(Sent(number, None, self.engine.generation), error)
+            return False
+        self.under_way.append(Sent(number, future, self.engine.generation, host))
+        with suppress(AttributeError, NotImplementedError):
+            future.add_done_callback(lambda _: self._event.set())
+        return True
+
+    def _finished(self) -> list[Sent]:
+        """Those that are finished, once there are some."""
+        patience = 0.001
+        while True:
+            self._event.clear()
+            found = [sent for sent in self.under_way if sent.future.done()]
+            if found or not self.under_way:
+                return found
+            self._event.wait(patience)
+            patience = min(2 * patience, 0.1)
+
+    def _cancel(self) -> None:
+        for sent in self.under_way:
+            with suppress(Exception):
+                sent.future.cancel()
+
+    # -- taking back ---------------------------------------------------------------------------------------------------
+
+    def _take(self, sent: Sent, receive: Callable[[int, Any], Any]) -> None:
+        try:
+            answer = sent.future.result()
+        except BaseException as error:
+            if not is_lost(error):
+                add_note(error, f"The executor raised this for {self.unit} {sent.number}, and not the work itself.")
+                raise
+            self._lost(sent, error)
+            return
+        finally:
+            if sent.brings_to is not None:
+                del self._deliveries[sent.number]
+                self.waiting.extendleft(self._held.pop(sent.brings_to, ()))
+        if not isinstance(answer, Answer) or answer.number != sent.number:
+            self._lost(sent, RuntimeError("the executor gave what is no answer to it"))
+        elif answer.missing:
+            self._send_files(answer)
+        elif answer.failure is not None:
+            raise answer.failure.raised()
+        elif sent.number not in self.done:
+            self._accept(answer, receive)
+
+    def _accept(self, answer: Answer, receive: Callable[[int, Any], Any]) -> None:
+        assert answer.result is not None
+        self.done.add(answer.number)
+        self.workers.add(answer.worker)
+        self.threads = max(self.threads, answer.threads)
+        receive(answer.number, loaded(answer.result))
+
+    def _send_files(self, answer: Answer) -> None:
+        """Give a task out again with the files that its machine has not got; others there wait until they came."""
+        if any(host == answer.host for host, _ in self._deliveries.values()):
+            self._held.setdefault(answer.host, []).append(answer.number)
+        else:
+            self._deliveries[answer.number] = answer.host, answer.missing
+            self.waiting.appendleft(answer.number)
+
+    def _lost(self, sent: Sent, error: BaseException) -> None:
+        """A worker is gone. Its task is given to another one."""
+        count = self.losses[sent.number] = self.losses.get(sent.number, 0) + 1
+        if is_broken(error) and sent.generation == self.engine.generation and not self.engine.renew():
+            raise self._error(sent.number, count, error) from error
+        if count > self.retries:
+            raise self._error(sent.number, count, error) from error
+        # A pool that breaks takes all tasks with it. The one that broke it twice is found by running each alone.
+        (self._suspects if is_broken(error) and count > 1 else self.waiting).appendleft(sent.number)
+
+    def _error(self, number: int, count: int, error: BaseException) -> LostWorkers:
+        times = "once" if count == 1 else f"{count} times"
+        cure = "The system ends processes that take more memory than there is: see its log, and the workers'."
+        if not self.workers and self.engine.name == "ProcessPoolExecutor":
+            cure = (
+                "No worker has answered at all. Where processes are spawned, a script's own work stands under\n"
+                f"`if __name__ == '__main__':`, the `with {POOL} as pool:` included."
+            )
+        words = f"{type(error).__name__}: {str(error).strip() or 'no more was said'}"
+        return LostWorkers(
+            f"{self.unit} {number} was given out {times}, and its worker was lost each time.\n{words}\n{cure}"
+        )
