@@ -9,9 +9,11 @@ is. However the driver ends, nothing is left: no future, no process that we star
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 from attrs import define, field, frozen
@@ -109,6 +111,8 @@ class Drive:
     _suspects: deque[int] = field(factory=deque, init=False)  # each alone, when nothing else is under way
     _deliveries: dict[int, tuple[str, tuple[str, ...]]] = field(factory=dict, init=False)  # number -> host, digests
     _held: dict[str, list[int]] = field(factory=dict, init=False)  # host -> those that wait for files to come there
+    _counted: int = field(default=0, init=False)
+    _counted_at: float = field(default=-inf, init=False)
     _event: threading.Event = field(factory=threading.Event, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -135,12 +139,19 @@ class Drive:
 
     def _fill(self) -> None:
         """Give out tasks until each worker has one, and another one to go on with."""
-        window = 2 * max(self.engine.count() or guessed_workers(), len(self.workers), 1)
+        window = 2 * max(self._count(), len(self.workers), 1)
         while self.waiting and len(self.under_way) < window:
             if not self._give(self.waiting.popleft()):
                 return
         if not self.under_way and not self.waiting and self._suspects:
             self._give(self._suspects.popleft())
+
+    def _count(self) -> int:
+        """How many workers there are. A cluster is asked once a second: it grows, and asking it takes time."""
+        if time.monotonic() > self._counted_at + 1:
+            self._counted = self.engine.count() or guessed_workers()
+            self._counted_at = time.monotonic()
+        return self._counted
 
     def _give(self, number: int) -> bool:
         """Submit a task. False if the executor broke meanwhile."""

@@ -79,17 +79,28 @@ def _refuse_fork(executor: Any) -> None:
 
 def _loky_again(executor: Any) -> Any:
     module = sys.modules[_base_of(executor, "loky.reusable_executor._ReusablePoolExecutor").__module__]
-    return module.get_reusable_executor(max_workers=executor._max_workers)
+    return module.get_reusable_executor(**_settings_of_loky(executor))
 
 
 def _loky_pool_again(executor: Any) -> Any:
-    made = _base_of(executor, "loky.process_executor.ProcessPoolExecutor")
-    return made(max_workers=executor._max_workers, context=executor._context, timeout=executor._timeout)
+    return _base_of(executor, "loky.process_executor.ProcessPoolExecutor")(**_settings_of_loky(executor))
+
+
+def _settings_of_loky(executor: Any) -> dict[str, Any]:
+    names = ("max_workers", "context", "timeout", "initializer", "initargs", "env")
+    return {name: getattr(executor, f"_{name}") for name in names if hasattr(executor, f"_{name}")}
 
 
 def _refuse_asynchronous(client: Any) -> None:
     if getattr(client, "asynchronous", False):
         raise BadExecutor("this Client of Dask is asynchronous. Give one that is not: Client(..., asynchronous=False)")
+
+
+def _refuse_kernel(kernel: Any) -> None:
+    raise BadExecutor(
+        "submit of a DataFlowKernel of Parsl takes other arguments than a function's. Give\n"
+        "parsl.concurrent.ParslPoolExecutor(dfk=kernel)"
+    )
 
 
 def _threads_of_dask(client: Any) -> int:
@@ -103,6 +114,8 @@ _KINDS = {
     "concurrent.futures.thread.ThreadPoolExecutor": Kind("ThreadPoolExecutor", _most_workers),
     "loky.reusable_executor._ReusablePoolExecutor": Kind("loky", _most_workers, again=_loky_again, is_shared=True),
     "loky.process_executor.ProcessPoolExecutor": Kind("loky", _most_workers, again=_loky_pool_again),
+    "parsl.dataflow.dflow.DataFlowKernel": Kind("Parsl", _most_workers, refuse=_refuse_kernel),
+    "parsl.concurrent.ParslPoolExecutor": Kind("Parsl", lambda executor: None),
     "distributed.client.Client": Kind("Dask", _threads_of_dask, options={"pure": False}, refuse=_refuse_asynchronous),
 }
 

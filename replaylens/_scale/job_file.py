@@ -10,36 +10,56 @@ digests in a folder of its machine that is this user's alone. Whatever lies ther
 
 from __future__ import annotations
 
-import atexit
 import getpass
 import hashlib
 import importlib
 import io
 import os
 import pickle
+import platform
 import secrets
 import shutil
-import socket
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import field, frozen
 
 from .._ir.util import add_note
 from .._store.allowed import needs_trust
 from .._store.container import open_container
 from .._store.objects import is_program, load_object, written
-from ..errors import CannotSave
+from .._version import __version__
+from ..errors import BadExecutor, CannotSave
 
 HERE = secrets.token_hex(8)  # this process, and those forked from it
 
 
+@cache
 def host() -> str:
-    """The name of this machine."""
-    return socket.gethostname()
+    """The name of this machine, or of the container: of that in which a process has its number."""
+    name = platform.node()
+    return f"{name}-{hashlib.sha256(' '.join([name, *_of_linux()]).encode()).hexdigest()[:6]}"
+
+
+def _of_linux() -> Iterator[str]:
+    with suppress(OSError):
+        yield Path("/proc/sys/kernel/random/boot_id").read_text()
+    with suppress(OSError):
+        yield os.readlink("/proc/self/ns/pid")
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """What results may depend on, wherever they are computed."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    return (("Python", python), ("torch", str(torch.__version__).partition("+")[0]), ("replaylens", __version__))
 
 
 @frozen
@@ -121,7 +141,14 @@ def write_job(
         raise CannotSave(f"{error}\nWithout executor= nothing is sent, and it runs in this process.") from error
     except Exception as error:
         raise _unpicklable(payload, error) from error
-    head = pickle.dumps({"driver": Driver(), "programs": sorted({pid[1] for _, pid in pickler.programs.values()})}, 4)
+    head = pickle.dumps(
+        {
+            "versions": versions(),
+            "driver": Driver(),
+            "programs": sorted({pid[1] for _, pid in pickler.programs.values()}),
+        },
+        4,
+    )
     data = head + buffer.getvalue()
     path = folder / "job"
     path.write_bytes(data)
@@ -218,6 +245,7 @@ def read_job(path: str, digest: str) -> Job:
         raise Missing([digest])
     buffer = io.BytesIO(data)
     head = pickle.load(buffer)
+    _require_alike(head["versions"])
     folder = os.path.dirname(path)
     places = {one: _place_of(folder, one) for one in head["programs"]}
     if missing := [one for one, place in places.items() if place is None]:
@@ -228,6 +256,14 @@ def read_job(path: str, digest: str) -> Job:
         add_note(error, f"This worker on {host()} cannot import what the job names. Install it there as well.")
         raise
     return Job(setup, payload, tasks, head["driver"])
+
+
+def _require_alike(wanted: tuple[tuple[str, str], ...]) -> None:
+    """Raise if a worker would compute with something else than the driver."""
+    pairs = zip(versions(), wanted, strict=True)
+    other = [f"{name} {mine}, and the driver {its}" for (name, mine), (_, its) in pairs if mine != its]
+    if other:
+        raise BadExecutor(f"a worker on {host()} has {'; '.join(other)}. Results could differ: install the same there.")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -275,12 +311,24 @@ def files_of(path: str, digest: str, wanted: Sequence[str]) -> dict[str, bytes]:
 
 def keep(files: dict[str, bytes]) -> None:
     """Keep files that were sent, under their digests, until this process ends."""
+    _remove_old()
     for digest, data in files.items():
         place = _kept() / digest
         beside = place.with_name(f".{digest}.{secrets.token_hex(4)}.tmp")
         beside.write_bytes(data)
         os.replace(beside, place)
-        atexit.register(place.unlink, missing_ok=True)
+        Finalize(None, place.unlink, (True,), exitpriority=0)  # processes of multiprocessing run no atexit
+
+
+def _remove_old() -> None:
+    """Remove what processes left that were killed."""
+    for one in _kept().iterdir():
+        with suppress(OSError):
+            if time.time() - one.stat().st_mtime > _A_DAY:
+                one.unlink()
+
+
+_A_DAY = 86_400.0
 
 
 def _kept() -> Path:
