@@ -2,7 +2,8 @@
 
 In: the Record of a program or slice. Out: a module. It computes with the parameters as they are when it is called,
 gives gradients to them, and writes what the model writes, such as the statistics of a batch norm. It takes the
-recorded path: inputs for which the model would take another are an error.
+recorded path: inputs for which the model would take another are an error. For inputs of other shapes it is handed the
+record of another capture, once for each shape, and makes sure that it is the same program.
 """
 
 from __future__ import annotations
@@ -15,23 +16,21 @@ import torch
 from attrs import define, evolve
 from torch import nn
 
-from .._ir.autograd import as_leaf
 from .._ir.graph import Graph
 from .._ir.memory import writable_copy
 from .._ir.model_state import PLAIN, StatePlace, same_layouts
-from .._ir.node import Call, Node, Ref, State, TensorSpec
-from ..errors import NotDifferentiable, ReplaylensError, StaleValue
-from .compile import CompiledGraph, Mode, compile_plan
-from .flag_guards import require_same_answers
-from .function import require_differentiable
-from .guards import diverged_error, exceptions_as_departures, raise_diverged
-from .inputs import new_inputs
-from .interpreter import Code
-from .layout_guards import depends_on_layout
+from .._ir.node import Ref, State, TensorSpec
+from .._ir.torch_private import peek_interpreter_stack
+from ..errors import InputMismatch, ReplaylensError, StaleValue
+from .guards import diverged_error
 from .move import InitialStateLayout, addresses_given_memory
-from .plan import plan
+from .other_shapes import Shapes, difference_beside_sizes, fixed_sizes, recorded_shapes, shapes_of
 from .record import Record
-from .runner import initial_values, run_code
+from .shaped_forward import ShapedForward
+
+MOST_SHAPES = 64  # of which a module keeps the program
+AT_THIS_SHAPE = "Capture the model with inputs of this shape, and make the module of that program."
+CaptureAt = Callable[[Graph, Shapes, tuple[Any, ...], dict[str, Any]], Record]
 
 
 def _never(*tensors: torch.Tensor) -> bool:
@@ -64,18 +63,18 @@ class ProgramModule(StateHolder):
     """
 
     _record: Record
-    _codes: dict[bool, Code]
+    _forward: ShapedForward  # at the recorded shapes
+    _elsewhere: dict[Any, ShapedForward]  # by the shapes of its inputs
+    _capture_at: CaptureAt | None
     _held: dict[str, tuple[BoundPlace, ...]]  # by the name of a node
     _ends: dict[str, BoundPlace]  # by address
     _exchanged: frozenset[str]  # the addresses of tensors that the forward gives other memory
     _begun: InitialStateLayout
-    _sources: tuple[str, ...]  # what is no call
     _fitting: tuple[
         list[torch.Tensor], Callable[..., bool]
     ]  # the tensors of the last call, and a check of their layouts
-    _asks_state: bool  # may the path depend on layouts or flags of the state?
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, capture_at: CaptureAt | None = None) -> None:
         super().__init__()
         if record.graph.other_random_sources:
             raise ReplaylensError(
@@ -96,10 +95,9 @@ class ProgramModule(StateHolder):
                 "one in each call. Capture the model again, if it has settled by now, or call the model."
             )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
-        hidden["_record"], hidden["_codes"] = record, {}
-        hidden["_sources"] = tuple([node.name for node in record.graph.nodes if not isinstance(node, Call)])
+        hidden["_record"], hidden["_forward"] = record, ShapedForward(record)
+        hidden["_elsewhere"], hidden["_capture_at"] = {}, capture_at
         hidden["_fitting"] = [], _never
-        hidden["_asks_state"] = bool(record.graph.asked) or depends_on_layout(record.graph)
         hidden["_exchanged"] = addresses_given_memory(record.graph)
         hidden["_begun"] = InitialStateLayout(record)
         hidden["_held"] = held = {node.name: _places(self, record, node) for node in record.graph.state_nodes}
@@ -133,29 +131,52 @@ class ProgramModule(StateHolder):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the program for these inputs, of the recorded shapes."""
-        record = self._record
-        graph = record.graph
+        """The output of the program for these inputs."""
         for departure in self._begun.departures(lambda address: self._ends[address].now()):
             raise diverged_error(departure)
         held = {name: tensor for name, places in self._held.items() if (tensor := places[0].now()) is not None}
         self._require_fitting(held)
-        new = new_inputs(graph, args, kwargs, held)
-        given = {graph.nodes[p].name: tensor for p, tensor in new.fitting.items()}
-        known = {**held, **given}
-        asked = known if self._asks_state else given
-        require_same_answers(graph, record.values, {Ref(name): tensor for name, tensor in asked.items()})
-        fixed = record.value
-        sources = {name: known[name] if name in known else as_leaf(fixed(Ref(name))) for name in self._sources}
-        grad = torch.is_grad_enabled()
-        if grad and any(tensor.requires_grad for tensor in sources.values()):
-            require_differentiable(graph)
-            _require_written_once(graph)
-            _require_left_alone(graph)
-        with exceptions_as_departures(graph, lambda: sources, raise_diverged):
-            ran = run_code(graph, initial_values(self._compiled(grad), lambda ref: sources[ref.node], raise_diverged))
-        self._write({address: ran[ref] for address, ref in graph.changes})
-        return ran.tree(graph.output)
+        found = self._forward
+        given = found.inputs(args, kwargs, held)
+        if given.mismatches:
+            found = self._at_other_shapes(args, kwargs, given.mismatches[0].text)
+            given = found.inputs(args, kwargs, held)
+        ran = found.run(held, given.fitting)
+        self._write({address: ran[ref] for address, ref in found.graph.changes})
+        return ran.tree(found.graph.output)
+
+    def _at_other_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any], mismatch: str) -> ShapedForward:
+        """The same program at the shapes of other inputs; raises if they differ in more, or there is none."""
+        graph = self._record.graph
+        then, now = recorded_shapes(graph), shapes_of(graph, args, kwargs)
+        key = tuple(now.items())
+        if key not in self._elsewhere:
+            if then == now or self._capture_at is None or peek_interpreter_stack() is not None:
+                raise InputMismatch(mismatch)
+            text = mismatch.partition("\n")[0]
+            if len(self._elsewhere) >= MOST_SHAPES:
+                self._elsewhere.pop(next(iter(self._elsewhere)))
+            self._elsewhere[key] = ShapedForward(self._same_program_at(args, kwargs, now, text))
+        return self._elsewhere[key]
+
+    def _same_program_at(self, args: Any, kwargs: Any, now: Shapes, text: str) -> Record:
+        """The record of the program at other shapes."""
+        graph = self._record.graph
+        fixed = fixed_sizes(graph, recorded_shapes(graph), now)
+        where = f"\nThe recorded size stands as a number in{fixed}" if fixed else ""
+        assert self._capture_at is not None
+        try:
+            found = self._capture_at(graph, now, args, kwargs)
+        except Exception as error:
+            why = (
+                str(error)
+                if isinstance(error, InputMismatch)
+                else (f"With it the model, or an edit of its program, raises {type(error).__name__}: {error}")
+            )
+            raise InputMismatch(f"{text}\n{why}{where}\n{AT_THIS_SHAPE}") from error
+        if why := difference_beside_sizes(self._record, found):
+            raise InputMismatch(f"{text}\nWith it the model computes something else: {why}.{where}\n{AT_THIS_SHAPE}")
+        return found
 
     def _require_fitting(self, held: dict[str, torch.Tensor]) -> None:
         """Raises unless the program can use what the model holds. Skipped if that lies as at the last call."""
@@ -181,18 +202,6 @@ class ProgramModule(StateHolder):
         for address in self._record.graph.removed:
             self._ends[address].put(None)
 
-    def _compiled(self, grad: bool) -> Code:
-        if grad not in self._codes:
-            graph = self._record.graph if grad else _without_gradients(self._record.graph)
-            wanted = [graph.positions[ref.node] for ref in graph.wanted_refs]
-            sources = [p for p, mark in enumerate(graph.call_marks) if not mark]
-            drawn = [graph.positions[call.name] for call in graph.calls if call.draws is not None]
-            changed, last = (*sources, *drawn), graph.last_draw
-            made = plan(graph, wanted, frozenset(sources), changed, keep=wanted, turns=graph.turns, last=last)
-            mode = Mode(grad, fresh=True, left=graph.left)
-            self._codes[grad] = compile_plan(CompiledGraph(graph), made, self._record.draws, self._record.value, mode)
-        return self._codes[grad]
-
     def extra_repr(self) -> str:
         """What it is the program of."""
         graph = self._record.graph
@@ -208,7 +217,7 @@ class ProgramModule(StateHolder):
                 if id(tensor) not in memo:
                     memo[id(tensor)] = _copy(tensor)
                 live[node.name] = memo[id(tensor)]
-        made = ProgramModule(evolve(self._record, live=live, places={}))
+        made = ProgramModule(evolve(self._record, live=live, places={}), self._capture_at)
         memo[id(self)] = made
         return made.train(self.training)
 
@@ -328,37 +337,3 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copied, tensor.requires_grad)
     return copied.requires_grad_(tensor.requires_grad)
-
-
-def _without_gradients(graph: Graph) -> Graph:
-    """The graph with gradients off in every call, for callers that want none."""
-
-    def quiet(node: Node) -> Node:
-        if not isinstance(node, Call):
-            return node
-        inference = node.context.inference and not graph.outer_modes.inference
-        return evolve(node, context=evolve(node.context, grad=False, inference=inference))
-
-    return evolve(graph, nodes=tuple(map(quiet, graph.nodes)))
-
-
-def _require_written_once(graph: Graph) -> None:
-    """Raises for gradients through a model whose backward writes again what its checkpoints wrote."""
-    written = {address for address, _ in graph.changes}
-    if again := [address for address in graph.recomputed_writes if address in written]:
-        raise NotDifferentiable(
-            f"the model writes {' and '.join(again)} in a checkpoint (torch.utils.checkpoint), and once more when its "
-            "backward computes the checkpoint again. A program computes nothing again, so that they would end "
-            "otherwise.\nTurn checkpoints off and capture the model again, or train the model itself; without "
-            "gradients (torch.no_grad()) the module can be called."
-        )
-
-
-def _require_left_alone(graph: Graph) -> None:
-    """Raises for gradients through a forward that itself leaves gradients in the model's parameters."""
-    if graph.collects:
-        raise NotDifferentiable(
-            "the forward calls `.backward()`, which adds gradients to those of the model's parameters. A program adds "
-            "none: training by it would be another.\nTake them by torch.autograd.grad, or name the tensors that "
-            "are to have them (`inputs=[...]`); without gradients (torch.no_grad()) the module can be called."
-        )

@@ -99,6 +99,19 @@ def capture_without_effects(model: Any, args: tuple[Any, ...], kwargs: dict[str,
     return with_model_to_itself(model, _capture_without_effects)
 
 
+def capture_on_other_inputs(start: ForwardState, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
+    """The record of the model on other inputs, begun as the recorded forward began, with the parameters and buffers
+    that the model holds now. Nothing of it is left behind.
+    """
+    setup = LiveSetup(LivePatches(), {}, lambda tracer: [])
+
+    def _capture_on_other_inputs(turn: Turn) -> Captured:
+        return _run(turn, start.held_now(), args, kwargs, setup, inputs_are_new=True)[0]
+
+    with recorded_environment(True, graph), modes(graph.outer_modes):
+        return record_of(with_model_to_itself(start.model, _capture_on_other_inputs))
+
+
 def next_forward_difference(start: ForwardState, record: Record, in_all: bool = False) -> str:
     """How the next forward of the model would differ from the recorded one on its inputs; empty if it would not. With
     `in_all` what Python reads, and what is drawn, counts as well.
