@@ -156,8 +156,8 @@ class Engine:
         future = self.executor.submit(function, *args, **self.kind.options)
         if not all(callable(getattr(future, name, None)) for name in ("done", "result")):
             raise BadExecutor(
-                f"submit of this {type(self.executor).__name__} gives a {type(future).__name__}, which has no done() "
-                "and result(): it is no future."
+                f"what submit of this {type(self.executor).__name__} gives is of class {type(future).__name__}, and "
+                "has no done() and result(): it is no future."
             )
         return future
 
@@ -209,7 +209,7 @@ def _made_by(given: Any) -> Engine:
         raise BadExecutor(_cure(given))
     made = given()
     if not hasattr(made, "submit"):
-        raise BadExecutor(f"the function given as executor= makes a {type(made).__name__}. {_cure(made)}")
+        raise BadExecutor(f"the function given as executor= gave {_shown(made)}. {_cure(made)}")
     kind = _kind_of(made)
     kind.refuse(made)
     return Engine(made, kind, make=given, is_ours=True)

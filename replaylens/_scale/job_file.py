@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import getpass
 import hashlib
-import importlib
 import io
 import os
 import pickle
@@ -32,7 +31,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .._ir.util import add_note
+from .._ir.util import add_note, optional
 from .._store.allowed import needs_trust
 from .._store.container import open_container
 from .._store.objects import is_program, load_object, written
@@ -158,7 +157,7 @@ def write_job(
 def cloudpickle() -> Any:
     """The module cloudpickle, which takes lambdas and functions of a script; None where it is not installed."""
     try:
-        return importlib.import_module("cloudpickle")
+        return optional("cloudpickle", "scale")
     except ImportError:
         return None
 
