@@ -54,12 +54,14 @@ from ._replay.record import Record, completed_record, detached, keeping_only
 from ._replay.request import Request
 from ._replay.resolve_patches import bound_patches
 from ._replay.supply import Run
+from ._scale.distribute import distribute
 from ._store.bind import bound_to_itself
 from ._store.objects import Kind, register, written
 from ._store.programs import ProgramData, program_digest, program_json, read_program, state_of_models
 from ._store.read_trees import TreeReader
 from ._store.write_trees import TreeWriter
-from ._sweep.sweep_runner import PendingSweep, run_sweep
+from ._sweep.sweep_job import SweepJob, begin_sweep, named_as, output_to_send
+from ._sweep.sweep_runner import BatchedSweep, Elsewhere, PendingSweep
 from ._view.dot import DrawOptions, draw
 from ._view.grouping import ViewOptions
 from ._view.page import page_data, save_page
@@ -442,25 +444,48 @@ class Program(ProgramBase):
         on_divergence: str | None = None,
         progress: bool | None = None,
         dry: bool = False,
+        executor: Any = None,
+        scratch: Any = None,
+        retries: int = 3,
     ) -> Any:
         """Many replays in few passes: `{key: patches}`, where patches are what `replay(patch=...)` takes.
 
         Returns Replays with `.values` stacked in the order of `.keys`. `metric(output)` is computed for each; what it
         does not read is not computed. `memory` bounds the bytes of one pass. With `dry=True` nothing runs: the result
         has a `.plan` with the cost, and `.run()`.
+
+        `executor` runs the passes in other processes, and gives the same bits: anything with `submit(fn, *args)`, such
+        as a ProcessPoolExecutor or a client of Dask. A pass is not divided; a smaller `memory` makes more of them. See
+        `replaylens.sweep` for `scratch` and `retries`.
         """
         if not hasattr(variants, "items") or not variants:
             raise ReplaylensError("variants must be a non-empty mapping {key: patches}.")
         self._record.require_state()
         if memory is not None and memory <= 0:
             raise ValueError(f"memory is a number of bytes, not {memory!r}.")
-        prog = self._with_edge_nodes(
-            {key: None for patch in variants.values() for key in patch or () if isinstance(key, Edge)}
-        )
-        on_divergence = prog._when_diverged(on_divergence)
-        make = partial(prog._batched, {**variants}, metric, memory, on_divergence, _recorded)
-        sweep = restoring_modes(make)
-        return PendingSweep(make, sweep, on_divergence) if dry else run_sweep(sweep, on_divergence, progress)
+        on_divergence = self._when_diverged(on_divergence)
+        make = partial(self._sweep_of, {**variants}, metric, memory, on_divergence)
+        there = "raise" if on_divergence == "rerun" else on_divergence  # only here is the model
+
+        def far() -> Callable[[], BatchedSweep]:
+            return partial(self._sweep_like, output_to_send(self.graph), named_as(variants), metric, memory, there)
+
+        pending = PendingSweep(make, restoring_modes(make), partial(_on_executor, far))
+        return pending if dry else pending.run_now(progress, executor, scratch, retries)
+
+    def _sweep_of(
+        self, variants: Mapping[Any, Any], metric: Any, memory: float | None, on_divergence: str
+    ) -> BatchedSweep:
+        edges = {key: None for patch in variants.values() for key in patch or () if isinstance(key, Edge)}
+        return self._with_edge_nodes(edges)._batched(variants, metric, memory, on_divergence, _recorded)
+
+    def _sweep_like(self, output: Any, *more: Any) -> BatchedSweep:
+        """The sweep in another process, to which the program came as a file, and its output with its own classes."""
+        if output is None:
+            return self._sweep_of(*more)
+        record = evolve(self._record, graph=evolve(self.graph, output=output))
+        whole = thaw(output, lambda leaf: _output_leaf(record, leaf))
+        return self._derived(record, whole)._sweep_of(*more)
 
     def grads(
         self,
@@ -740,6 +765,18 @@ register(Kind("program", Program, lambda writer, prog: _write_program(writer, pr
 def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
     """The record of a function called with these arguments."""
     return capture(function, *args, **kwargs)._record
+
+
+def _on_executor(far: Callable[[], Any], executor: Any, scratch: Any, retries: int) -> Elsewhere | None:
+    """Runs tasks of a sweep by an executor; None without one. `far` gives what prepares the sweep elsewhere."""
+    if executor is None:
+        return None
+
+    def run_tasks(fingerprint: str, tasks: Any, weights: Any, receive: Any) -> Any:
+        how = {"scratch": scratch, "retries": retries, "progress": False, "weights": weights, "unit": "pass"}
+        return distribute(executor, begin_sweep, SweepJob(far(), fingerprint), tasks, receive, **how)
+
+    return run_tasks
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

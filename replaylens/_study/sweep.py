@@ -11,16 +11,17 @@ from itertools import product
 from typing import Any, NoReturn
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import astuple, evolve, field, frozen
 
 from .._edit.part import Part
 from .._edit.patch import patch_of
 from .._edit.select import NAMING_CURE, Selection
 from .._ir.util import optional
 from .._ir.value_source import Saved, copied
+from .._scale.distribute import Execution
 from .._store.objects import Kind, register
 from .._store.pool import natural
-from .._store.read_trees import TreeReader, bad, exactly, items, mapping, number, texts
+from .._store.read_trees import TreeReader, bad, exactly, items, mapping, number, text, texts
 from .._store.results import departure_json, read_departure, read_structure, structure_json
 from .._store.write_trees import TreeWriter
 from .._sweep.batch_runner import Replays, as_tensors
@@ -67,9 +68,17 @@ class Sweep(Saved):
         """The cost in forward passes and bytes, known before it runs."""
         return self._pending.plan
 
-    def run(self, progress: bool | None = None) -> Sweep:
+    @property
+    def execution(self) -> Execution | None:
+        """Where an executor ran it, by how many workers and with how many threads; None if it ran in this process."""
+        return self._found.execution
+
+    def run(
+        self, progress: bool | None = None, *, executor: Any = None, scratch: Any = None, retries: int = 3
+    ) -> Sweep:
         """Run a sweep that was created with `dry=True`."""
-        return Sweep(self.axes, self.keys, self._pending, self._pending.run(progress))
+        how = {"executor": executor, "scratch": scratch, "retries": retries}
+        return Sweep(self.axes, self.keys, self._pending, self._pending.run(progress, **how))
 
     @property
     def grid(self) -> torch.Tensor:
@@ -212,6 +221,9 @@ def sweep(
     on_divergence: str | None = None,
     progress: bool | None = None,
     dry: bool = False,
+    executor: Any = None,
+    scratch: Any = None,
+    retries: int = 3,
     **axes: Any,
 ) -> Sweep:
     """Try a patch at every site and every index of the bracketed axes; or any variants. All in few passes.
@@ -220,6 +232,11 @@ def sweep(
     a part, such as `From(clean)`. Sizes of packed axes, and indices of bracketed ones that are not to be walked, are
     given by name: `sweep(prog, "*.attn", "b t ([head] d)", Zero(), metric, d=64)`. Or `variants={key: patches}`, where
     patches are what `replay(patch=...)` takes. `metric(output)` is computed for each; without one the outputs are kept.
+
+    `executor` runs the passes in other processes, and gives the same bits: anything with `submit(fn, *args)`, such as a
+    ProcessPoolExecutor that spawns, or a client of Dask, or a function that makes one. `found.execution` says where
+    they ran. A pass is never divided; a smaller `memory`, in bytes, makes more of them. `scratch` is a folder that all
+    workers see, for the file of the program; `retries` is how often a task whose worker was lost is given out again.
 
     >>> model = torch.nn.Linear(2, 2)
     >>> from replaylens import capture, Zero
@@ -244,7 +261,7 @@ def sweep(
     pending = prog.replay_many(
         variants, metric, memory=memory, on_divergence=on_divergence, progress=progress, dry=True
     )
-    replays = None if dry else pending.run_now(progress)
+    replays = None if dry else pending.run_now(progress, executor, scratch, retries)
     return Sweep(names, tuple(variants), pending, replays)
 
 
@@ -340,7 +357,7 @@ class _LoadedPlan:
 
     plan: Plan
 
-    def run(self, progress: bool | None = None) -> NoReturn:
+    def run(self, progress: bool | None = None, **how: Any) -> NoReturn:
         """Refuses."""
         raise ReplaylensError(
             "this sweep was loaded from a file: it has been run, and its program is not in the file. .values has what "
@@ -386,12 +403,13 @@ def _replays_json(writer: TreeWriter, found: Replays) -> Any:
         "baseline": structure_json(writer, found.baseline, "baseline"),
         "departures": [[places[key], departure_json(writer, one)] for key, one in found.departures.items()],
         "one_by_one": list(found.one_by_one),
+        **({} if found.execution is None else {"execution": list(astuple(found.execution))}),
     }
 
 
 def _read_replays(reader: TreeReader, json: Any) -> Replays:
     given = mapping(json)
-    if {*given} != {"keys", "values", "baseline", "departures", "one_by_one"}:
+    if {*given} - {"execution"} != {"keys", "values", "baseline", "departures", "one_by_one"}:
         bad("the results of variants lack a part, or have others")
     keys = tuple(map(reader.value, items(given["keys"], 1)))
     if not all(map(_is_word, keys)) or len({*keys}) != len(keys):
@@ -402,7 +420,13 @@ def _read_replays(reader: TreeReader, json: Any) -> Replays:
         bad("there are other values than variants")
     rows = [exactly(row, 2) for row in items(given["departures"])]
     departures = {_key_at(keys, at): read_departure(reader, one) for at, one in rows}
-    return Replays(keys, values, baseline, departures, texts(given["one_by_one"]))
+    execution = _read_execution(given["execution"]) if "execution" in given else None
+    return Replays(keys, values, baseline, departures, texts(given["one_by_one"]), execution)
+
+
+def _read_execution(json: Any) -> Execution:
+    engine, *counts = exactly(json, 5)
+    return Execution(text(engine), *map(natural, counts))
 
 
 def _key_json(writer: TreeWriter, key: Any) -> Any:

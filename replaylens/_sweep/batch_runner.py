@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from numbers import Number
@@ -162,6 +162,67 @@ def _is_interactive() -> bool:
 
 
 _PROGRAMS: Cache[None, PreparedProgram] = Cache()
+NO_ROWS: Mapping[Any, Any] = {}
+Rows = tuple[tuple[int, ...], torch.Tensor]  # variants, and their values stacked
+ReadOutput = Callable[[int, Callable[[], Any]], Any]  # of a variant, and a function that gives its output
+
+
+@frozen(eq=False)
+class Found:
+    """What one pass found."""
+
+    deltas: dict[Ref, Delta]  # where the output differs
+    departures: dict[int, Departure]  # the variants that left the recorded path
+    alone: tuple[str, ...]  # the nodes that ran variant by variant
+
+
+@frozen(eq=False)
+class PassResult:
+    """What one pass gives, as data that another process can send."""
+
+    rows: Mapping[Ref, Rows] = NO_ROWS  # where the output differs
+    results: Mapping[int, Any] = NO_ROWS  # by variant, what was read of its output, if each is read by itself
+    departures: Mapping[int, Departure] = NO_ROWS  # the variants that left the recorded path, which have no result
+    alone: tuple[str, ...] = ()  # the nodes that ran variant by variant
+    refusal: str = ""  # why the pass could not be run, if so: then there is nothing else
+
+
+@define(eq=False)
+class Gathered:
+    """The results of passes, put into their places as they come, in any order."""
+
+    batch: Batch
+    places: dict[Ref, torch.Tensor] | None  # None: each output is read by itself
+    results: dict[int, Any] = field(factory=dict)  # by variant
+    passes: dict[int, PassResult] = field(factory=dict)  # by number, without what was put into its place
+
+    def put(self, number: int, result: PassResult) -> None:
+        """Takes the result of a pass."""
+        for ref, (lanes, data) in result.rows.items():
+            assert self.places is not None
+            self.places[ref][list(lanes)] = data
+        self.results |= result.results
+        self.passes[number] = evolve(result, rows=NO_ROWS, results=NO_ROWS)
+
+    @property
+    def refusal(self) -> str:
+        """Why the first pass that could not be run could not."""
+        return next((self.passes[number].refusal for number in sorted(self.passes) if self.passes[number].refusal), "")
+
+    @property
+    def departures(self) -> dict[int, Departure]:
+        """The variants that left the recorded path."""
+        return {lane: left for number in sorted(self.passes) for lane, left in self.passes[number].departures.items()}
+
+    @property
+    def alone(self) -> dict[str, None]:
+        """The nodes that ran variant by variant, in the order of the passes."""
+        return dict.fromkeys([name for number in sorted(self.passes) for name in self.passes[number].alone])
+
+    def stacked(self) -> Any:
+        """The output for every variant: its tensors, with the variants as a new first axis."""
+        assert self.places is not None
+        return filled(self.batch.record.graph.output, self.places.__getitem__)
 
 
 @define(eq=False)
@@ -175,7 +236,8 @@ class Batch:
     layout_ends: frozenset[Ref] = frozenset()  # values of which the metric may read how they lie in memory
     may_replay: bool = True  # the metric, if it is part of the record, reads nothing of how its argument lies
     program: PreparedProgram = field(init=False)
-    departures: dict[int, Departure] = field(factory=dict)
+    idle: list[PreparedProgram] = field(init=False, factory=list)  # each with memory of its own, for the next pass
+    _passes: list[Pass] | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         graph = self.record.graph
@@ -194,61 +256,65 @@ class Batch:
     @property
     def passes(self) -> list[Pass]:
         """How the variants run."""
-        return passes(self.program, self.variants, self.memory, self.may_replay)
+        if self._passes is None:
+            self._passes = passes(self.program, self.variants, self.memory, self.may_replay)
+        return self._passes
 
     def plan(self, keys: Sequence[Any]) -> Plan:
         """What they will cost. `keys`: of all variants, by their numbers."""
         return sweep_plan(self.program, self.variants, self.passes, keys)
 
-    def run(self, tick: Callable[[int], None]) -> Iterator[tuple[list[int], dict[Ref, Delta]]]:
-        """Pass by pass: its variants, and where the output differs. Those that left the recorded path are left out."""
-        keep_freed_memory()
-        program = self.program.with_own_memory()
-        for one in self.passes:
-            if one.is_stacked:
-                found = run_chunk(program, one.variants, self.departures.__setitem__, self.layout_ends)
-            else:
-                found = self._replayed(*one.variants)
-            yield [variant.number for variant in one.variants], found
-            tick(len(one.variants))
+    def run(self, number: int) -> Found:
+        """Runs one pass. Several threads may run passes at a time."""
+        departures: dict[int, Departure] = {}
+        try:
+            program = self.idle.pop()
+        except IndexError:
+            keep_freed_memory()
+            program = self.program.with_own_memory()
+        program.alone, one = {}, self.passes[number]
+        if one.is_stacked:
+            deltas = run_chunk(program, one.variants, departures.__setitem__, self.layout_ends)
+        else:
+            deltas = self._replayed(one.variants[0], departures)
+        self.idle.append(program)
+        return Found(deltas, departures, tuple(program.alone))
 
-    def _replayed(self, variant: Variant) -> dict[Ref, Delta]:
+    def rows(self, found: Found) -> dict[Ref, Rows]:
+        """What a pass found, as whole values."""
+        wholes = {ref: dense(delta, self._recorded(ref)) for ref, delta in found.deltas.items()}
+        return {ref: (whole.pairs.lanes, whole.data) for ref, whole in wholes.items()}
+
+    def each(self, number: int, found: Found, read: ReadOutput) -> dict[int, Any]:
+        """What is read of each output of a pass, by variant, without those that left the recorded path."""
+        lanes = [variant.number for variant in self.passes[number].variants]
+        return {lane: read(lane, partial(self._output, found, lane)) for lane in lanes if lane not in found.departures}
+
+    def _replayed(self, variant: Variant, departures: dict[int, Departure]) -> dict[Ref, Delta]:
         """Where the output of one variant differs, by a replay."""
         try:
             ran = execute(self.record, Request(changed=variant.changed, on_divergence="rerun"))
         except RerunRequired as left:
-            self.departures[variant.number] = left.departure
+            departures[variant.number] = left.departure
             return {}
         found = {}
         for ref in self.program.ends:
             value, recorded = ran[ref].detach(), self._recorded(ref)
             if ref in self.layout_ends and value.stride() != recorded.stride():
                 what = f"the memory layout of {ref}"
-                self.departures[variant.number] = Departure(what, recorded.stride(), value.stride())
+                departures[variant.number] = Departure(what, recorded.stride(), value.stride())
                 return {}
             found[ref] = stacked((variant.number,), value[None])
         return found
 
-    def stacked(self, tick: Callable[[int], None]) -> Any:
-        """The output for every variant: its tensors, with the variants as a new first axis."""
-        refs = self.program.ends
-        count = self.count
-        made = {ref: self._recorded(ref).expand(count, *self._recorded(ref).shape).clone() for ref in refs}
-        for _, found in self.run(tick):
-            for ref, delta in found.items():
-                whole = dense(delta, self._recorded(ref))
-                made[ref][list(whole.pairs.lanes)] = whole.data
-        return filled(self.record.graph.output, made.__getitem__)
+    def places(self) -> dict[Ref, torch.Tensor]:
+        """The output once for every variant, as it was recorded: where the rows of passes belong."""
+        recorded = {ref: self._recorded(ref) for ref in self.program.ends}
+        return {ref: value.expand(self.count, *value.shape).clone() for ref, value in recorded.items()}
 
-    def each(self, read: Callable[[Any], Any], tick: Callable[[int], None]) -> list[Any]:
-        """`read` of every variant's output, one by one; None for those that left the recorded path."""
-        results: list[Any] = [None] * self.count
-        tree = self.record.graph.output
-        for lanes, found in self.run(tick):
-            for lane in lanes:
-                if lane not in self.departures:
-                    results[lane] = read(filled(tree, partial(self._value, found, lane)))
-        return results
+    def _output(self, found: Found, lane: int) -> Any:
+        """The output of one variant."""
+        return filled(self.record.graph.output, partial(self._value, found.deltas, lane))
 
     def _value(self, found: dict[Ref, Delta], lane: int, ref: Ref) -> torch.Tensor:
         delta, recorded = found.get(ref), self._recorded(ref)
@@ -275,6 +341,7 @@ class Replays(Saved):
     baseline: Any  # the same without any change
     departures: dict[Any, Departure]  # the variants that left the recorded path
     one_by_one: tuple[str, ...]  # what could not be run for all variants at once, and why
+    execution: Any = None  # an Execution, if an executor ran them: where, and by how many workers
 
     def __getitem__(self, key: Any) -> Any:
         if key not in self.keys:

@@ -7,6 +7,8 @@ Variants that cannot be batched are replayed one by one, and the reason is repor
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +25,12 @@ from .._ir.node import Call, Input, Ref, refs_in
 from .._ir.ops import Quirk, op_info
 from .._ir.runtime import addresses_memory
 from .._ir.trees import freeze_deep, thaw
+from .._ir.util import add_note
 from .._ir.value_source import Saved
 from .._ir.write import Write
 from .._replay.alias_analysis import detached_views
 from .._replay.flag_guards import guarded_changes
-from .._replay.guards import diverged_error
+from .._replay.guards import Departure, diverged_error
 from .._replay.record import Cache, Record
 from .._replay.replay import hazards_of_changes
 from .._replay.request import Change
@@ -36,6 +39,8 @@ from .._replay.supply import Run
 from ..errors import CaptureError, DivergedReplay, ReplaylensError
 from .batch_runner import (
     Batch,
+    Gathered,
+    PassResult,
     Path,
     Replays,
     TensorSlot,
@@ -51,7 +56,7 @@ from .batch_runner import (
     with_metric,
 )
 from .batched_ops import asks_for_layout
-from .sweep_plan import Plan
+from .sweep_plan import Plan, seconds_from
 
 Metric = Callable[[Any], Any]
 _ALONE: Cache[None, str] = Cache()  # why nothing can go at once; empty where it can
@@ -153,59 +158,195 @@ class BatchedSweep:
     def plan(self) -> Plan:
         return self.batch.plan(self.keys)
 
-    def run(self, on_divergence: str, tick: Callable[[int], None]) -> Replays:
-        """Runs all of them, in the order of their keys."""
+    @property
+    def fingerprint(self) -> str:
+        """A digest of how it runs: of passes that are the same, results are the same to the last bit."""
+        passes = [[one.is_stacked, [variant.number for variant in one.variants]] for one in self.batch.passes]
+        metric = [f"{node}" for node in self.batch.record.graph.nodes[len(self.record.graph) :]]
+        made = [passes, sorted(self.unbatchable), self.is_program, metric]
+        return hashlib.sha256(json.dumps(made).encode()).hexdigest()
+
+    @property
+    def reads_each(self) -> bool:
+        """True if the metric is called with each output, being more than tensor operations."""
+        return self.metric is not None and not self.is_program
+
+    def run(self, tick: Callable[[int], None], elsewhere: Elsewhere | None = None) -> Replays:
+        """Runs all of them, in the order of their keys; by `elsewhere`, if given, wherever that runs tasks."""
         self.record.require_steady()  # it may have been planned long ago
         baseline = self.output if self.metric is None else self._measured(self.output)
-        if len(self.unbatchable) == len(self.keys):
-            return self._replays(self._all_alone(tick), baseline)
+        ran = OneRun(self, tick, elsewhere)
+        values = ran.at_once() if len(self.unbatchable) < len(self.keys) else REFUSED
+        if values is REFUSED:
+            return ran.replays(ran.all_alone(), baseline)
+        for number in sorted({*self.unbatchable, *ran.departures}):
+            values = _with_result(values, number, ran.alone(number), self.keys[number])
+        return ran.replays(values, baseline)
+
+    def task(self, number: int) -> Any:
+        """What a task gives in another process: a pass, or the variant `-1 - number` by itself, if it can be run there.
+        It cannot where it leaves the recorded path, and only this process holds the model.
+        """
+        if number >= 0:
+            return self.pass_result(number)
         try:
-            values = self._at_once(tick)
+            return self.lane_result(-1 - number)
+        except DivergedReplay:
+            return None
+
+    def pass_result(self, number: int) -> PassResult:
+        """What a pass gives. Whatever goes wrong in it goes right alone, or raises there."""
+        try:
+            found = self.batch.run(number)
+            rows = {} if self.reads_each else self.batch.rows(found)
         except ReplaylensError:
             raise
-        except Exception as error:  # whatever went wrong in a batch goes right alone, or raises there
-            self.notes.append(f"everything: together it raised {type(error).__name__}: {error}")
-            return self._replays(self._all_alone(tick), baseline)
-        for number in sorted({*self.unbatchable, *self.batch.departures}):
-            values = _with_result(values, number, self._alone(number), self.keys[number])
-        return self._replays(values, baseline)
+        except Exception as error:
+            return PassResult(refusal=f"together it raised {type(error).__name__}: {error}")
+        results = self.batch.each(number, found, self._read) if self.reads_each else {}
+        return PassResult(rows, results, found.departures, found.alone)
 
-    def _all_alone(self, tick: Callable[[int], None]) -> Any:
-        results = []
-        for number in range(len(self.keys)):
-            results.append(self._alone(number))
-            tick(1)
-        return stacked_results(results)
-
-    def _alone(self, number: int) -> Any:
+    def lane_result(self, number: int, suspected: Departure | None = None) -> LaneResult:
         """The result of a variant by itself. Its own replay decides whether it leaves the recorded path."""
-        suspected = self.batch.departures.pop(number, None)
         try:
             run = self.alone(number)
         except DivergedReplay as error:
             if suspected is None:
                 raise
             raise diverged_error(suspected, f"in the variant {self.keys[number]!r}, ") from error
-        if run.departures:
-            self.batch.departures[number] = run.departures[0]
-        return self._measured(run.output)
+        try:
+            value = self._measured(run.output)
+        except Exception as error:
+            add_note(error, f"replaylens: raised by the metric, of the variant {self.keys[number]!r}")
+            raise
+        return LaneResult(value, run.departures[0] if run.departures else None)
 
-    def _at_once(self, tick: Callable[[int], None]) -> Any:
-        if self.metric is None or self.is_program:
-            return self.batch.stacked(tick)
-        found = self.batch.each(self._measured, tick)
-        blank = self._measured(self.output)
-        return stacked_results([blank if one is None else one for one in found])
+    def _read(self, number: int, output: Callable[[], Any]) -> Any:
+        """What the metric reads of the output of a variant; of that of its own replay, if it raises."""
+        try:
+            return self._measured(output())
+        except Exception:
+            return self.lane_result(number).value
 
     def _measured(self, output: Any) -> Any:
         with torch.no_grad():
             return output if self.metric is None else copied_output(self.metric(copied_output(output)))
 
-    def _replays(self, values: Any, baseline: Any) -> Replays:
-        names = dict.fromkeys(Label.of(name).layer for name in self.batch.program.alone)
-        alone = [f"{name}: no rule to run it for all at once" for name in names]
-        departures = {self.keys[number]: departure for number, departure in self.batch.departures.items()}
-        return Replays(self.keys, values, baseline, departures, (*self.notes, *alone))
+
+REFUSED: Any = object()  # in the place of values
+
+
+@frozen(eq=False)
+class LaneResult:
+    """The result of one variant by itself."""
+
+    value: Any
+    departure: Departure | None  # how it left the recorded path, if it did
+
+
+Receive = Callable[[int, Any], None]  # the place of a task among those that were asked for, and what it gave
+Elsewhere = Callable[[str, Sequence[int], Sequence[float], Receive], Any]  # fingerprint, tasks, how long each takes
+
+
+@define(eq=False)
+class OneRun:
+    """One run of a sweep: what it has found so far."""
+
+    sweep: BatchedSweep
+    tick: Callable[[int], None]
+    elsewhere: Elsewhere | None
+    lanes: dict[int, LaneResult] = field(factory=dict)  # of variants that ran alone somewhere else
+    departures: dict[int, Departure] = field(factory=dict)
+    nodes_alone: dict[str, None] = field(factory=dict)  # the nodes that ran variant by variant
+    execution: Any = None
+
+    def at_once(self) -> Any:
+        """The values of all variants, those that ran in passes in their places. REFUSED, and a note, if a pass could
+        not be run.
+        """
+        sweep, batch = self.sweep, self.sweep.batch
+        try:
+            gathered = Gathered(batch, None if sweep.reads_each else batch.places())
+            lanes = sorted(sweep.unbatchable) if self.elsewhere is not None else []
+            tasks = [*range(len(batch.passes)), *[-1 - lane for lane in lanes]]
+        except ReplaylensError:
+            raise
+        except Exception as error:
+            return self._refused(f"together it raised {type(error).__name__}: {error}")
+        self._do(sweep.fingerprint if self.elsewhere is not None else "", tasks, gathered)
+        batch.idle.clear()
+        if gathered.refusal:
+            return self._refused(gathered.refusal)
+        self.departures |= gathered.departures
+        self.nodes_alone |= gathered.alone
+        if not sweep.reads_each:
+            return gathered.stacked()
+        blank = sweep._measured(sweep.output)
+        return stacked_results([gathered.results.get(number, blank) for number in range(len(sweep.keys))])
+
+    def _refused(self, why: str) -> Any:
+        self.sweep.notes.append(f"everything: {why}")
+        return REFUSED
+
+    def _do(self, fingerprint: str, tasks: Sequence[int], gathered: Gathered | None) -> None:
+        """Has these tasks done, each by another process or here, one after another."""
+
+        def receive(place: int, result: Any) -> None:
+            number = tasks[place]
+            if number >= 0 and gathered is not None:
+                gathered.put(number, result)
+                self.tick(len(self.sweep.batch.passes[number].variants))
+            elif result is not None:
+                self.lanes[-1 - number] = result
+                self.tick(1)
+
+        if self.elsewhere is not None:
+            self.execution = self.elsewhere(fingerprint, tasks, self._weights(tasks), receive)
+            return
+        for place, number in enumerate(tasks):
+            result = self.sweep.pass_result(number)
+            receive(place, result)
+            if result.refusal:
+                return
+
+    def _weights(self, tasks: Sequence[int]) -> list[float]:
+        """How long each task takes, roughly: the longest ones go first."""
+        sweep, seconds = self.sweep, seconds_from(self.sweep.batch.program)
+
+        def weight(number: int) -> float:
+            if number < 0:
+                return seconds[min(sweep.changes[-1 - number], default=0)]
+            return sum(seconds[variant.first] for variant in sweep.batch.passes[number].variants)
+
+        return list(map(weight, tasks))
+
+    def all_alone(self) -> Any:
+        """The values of all variants, each in a replay of its own."""
+        count = len(self.sweep.keys)
+        if self.elsewhere is not None:
+            self._do("", [-1 - number for number in range(count)], None)
+        results = []
+        for number in range(count):
+            is_new = number not in self.lanes
+            results.append(self.alone(number))
+            self.tick(int(is_new))
+        return stacked_results(results)
+
+    def alone(self, number: int) -> Any:
+        """The result of a variant by itself."""
+        suspected, found = self.departures.pop(number, None), self.lanes.pop(number, None)
+        if found is None:
+            found = self.sweep.lane_result(number, suspected)
+        if found.departure is not None:
+            self.departures[number] = found.departure
+        return found.value
+
+    def replays(self, values: Any, baseline: Any) -> Replays:
+        """The results, with what there is to say of them."""
+        sweep, names = self.sweep, dict.fromkeys(Label.of(name).layer for name in self.nodes_alone)
+        notes = (*sweep.notes, *[f"{name}: no rule to run it for all at once" for name in names])
+        departures = {sweep.keys[number]: self.departures[number] for number in sorted(self.departures)}
+        return Replays(sweep.keys, values, baseline, departures, notes, self.execution)
 
 
 def reads_layout(graph: Graph) -> bool:
@@ -390,23 +531,26 @@ class PendingSweep(Saved):
 
     make: Callable[[], BatchedSweep]  # anew for each run: a metric may read other numbers than when it was planned
     planned: BatchedSweep
-    on_divergence: str
+    on_executor: Callable[..., Elsewhere | None]  # where the tasks run, by executor, scratch and retries
 
     @property
     def plan(self) -> Plan:
         """What it will cost."""
         return self.planned.plan
 
-    def run(self, progress: bool | None = None) -> Replays:
-        """Runs them. A progress bar shows if it takes long and tqdm is installed."""
-        return run_sweep(restoring_modes(self.make), self.on_divergence, progress)
+    def run(
+        self, progress: bool | None = None, *, executor: Any = None, scratch: Any = None, retries: int = 3
+    ) -> Replays:
+        """Runs them, in this process or by an executor. A progress bar shows if it takes long and tqdm is installed."""
+        elsewhere = self.on_executor(executor, scratch, retries)
+        return run_sweep(restoring_modes(self.make), progress, elsewhere)
 
-    def run_now(self, progress: bool | None = None) -> Replays:
+    def run_now(self, progress: bool | None, executor: Any, scratch: Any, retries: int) -> Replays:
         """The same just after planning: nothing can have changed."""
-        return run_sweep(self.planned, self.on_divergence, progress)
+        return run_sweep(self.planned, progress, self.on_executor(executor, scratch, retries))
 
 
-def run_sweep(sweep: BatchedSweep, on_divergence: str, progress: bool | None) -> Replays:
+def run_sweep(sweep: BatchedSweep, progress: bool | None, elsewhere: Elsewhere | None) -> Replays:
     """Runs a sweep that was just prepared."""
     with progress_bar(len(sweep.keys), progress) as tick:
-        return restoring_modes(lambda: sweep.run(on_divergence, tick))
+        return restoring_modes(lambda: sweep.run(tick, elsewhere))

@@ -1,0 +1,104 @@
+"""A sweep as another process gets it: how it is prepared there, and proof that it is the same.
+
+In, here: a function that prepares the sweep, and what to compare. In, there: the same, from a pickle. Out, there: the
+function that does a task. Results are the same to the last bit only if both processes run the same passes, so a process
+that would make other ones says so, and does nothing.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+
+from .._ir.graph import Graph
+from .._ir.interrupts import restoring_modes
+from .._ir.node import Context
+from .._ir.settings import settings
+from .._ir.torch_private import is_any_autocast_on
+from .._ir.trees import Branch, without_originals
+from .._replay.interpreter import modes
+from .._version import __version__
+from ..errors import PlanDiffers
+from .batch_runner import PassResult
+from .sweep_runner import BatchedSweep, LaneResult, copied_output
+
+
+def versions() -> str:
+    """What a process computes with."""
+    threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
+    return f"replaylens {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {threads}"
+
+
+def context_now() -> Context:
+    """The modes and settings of this thread, which a metric may read."""
+    cached, is_cast = torch.is_autocast_cache_enabled(), is_any_autocast_on()
+    devices = [device for device in ("cpu", "cuda") if is_cast and torch.is_autocast_enabled(device)]
+    autocast = tuple([(device, torch.get_autocast_dtype(device), cached) for device in devices])
+    return Context(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, settings(torch.float32))
+
+
+@frozen(eq=False)
+class SweepJob:
+    """What all tasks of a sweep share. `fingerprint` is empty if each variant runs alone."""
+
+    make: Callable[[], BatchedSweep]
+    fingerprint: str
+    context: Context = field(factory=context_now)
+    versions: str = field(factory=versions)
+
+
+def begin_sweep(job: SweepJob) -> Callable[[int], Any]:
+    """The function that does a task of a sweep, in a process that does some of them."""
+    with modes(job.context):
+        sweep = restoring_modes(job.make)
+        if job.fingerprint and sweep.fingerprint != job.fingerprint:
+            raise PlanDiffers(
+                "a worker would run this sweep in other passes, or with another metric, and its last bits could "
+                f"differ.\nhere:      {job.versions}\nin the worker:  {versions()}\n"
+                "Give both the same versions; a metric must compute the same wherever it is called."
+            )
+
+    def work(task: int) -> Any:
+        with modes(job.context):
+            return _to_send(restoring_modes(lambda: sweep.task(task)))
+
+    return work
+
+
+def _to_send(result: Any) -> Any:
+    """A result without more memory than it fills: a pickle holds the whole storage of a tensor."""
+    if isinstance(result, PassResult):
+        return evolve(result, rows={ref: (lanes, data.clone()) for ref, (lanes, data) in result.rows.items()})
+    if isinstance(result, LaneResult):
+        return evolve(result, value=copied_output(result.value))
+    return result
+
+
+@frozen(eq=False, repr=False)
+class KeyText:
+    """In the place of a key that need not be sent: its words, for errors."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def named_as(variants: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The patches of variants, whose keys may be anything."""
+    return {KeyText(repr(key)): patches for key, patches in variants.items()}
+
+
+def output_to_send(graph: Graph) -> Any:
+    """The output of a program, if it is of classes that a file does not hold, and a metric may call methods of."""
+    return without_originals(graph.output) if _has_classes(graph.output) else None
+
+
+def _has_classes(tree: Any) -> bool:
+    if type(tree) is tuple:
+        return any(map(_has_classes, tree))
+    return type(tree) is Branch and (tree.kind not in (list, dict) or any(map(_has_classes, tree.items)))
