@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
+from .._ir.torch_private import pytree
 from .._ir.util import add_note, optional
-from .._store.allowed import needs_trust
 from .._store.container import open_container
-from .._store.objects import is_program, load_object, written
+from .._store.objects import is_program, load_object, strange_functions, written
 from .._version import __version__
 from ..errors import BadExecutor, CannotSave
 
@@ -177,9 +177,15 @@ def _pickler(buffer: io.BytesIO, folder: Path) -> Any:
                 return None
             if id(what) not in self.programs:
                 made = written(what, is_pickled=True)
-                strange = {name: made.functions[name] for name in needs_trust(made.functions)}
-                self.programs[id(what)] = what, (len(self.programs), _put_program(made, folder), strange)
+                pid = len(self.programs), _put_program(made, folder), strange_functions(made)
+                self.programs[id(what)] = what, pid
             return self.programs[id(what)][1]
+
+        def reducer_override(self, what: Any) -> Any:
+            if isinstance(what, pytree.TreeSpec) and what.is_leaf():
+                return pytree.tree_structure, (0,)  # torch warns where its class is called
+            inherited = getattr(super(), "reducer_override", None)
+            return NotImplemented if inherited is None else inherited(what)
 
     return Pickler()
 
