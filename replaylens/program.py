@@ -19,6 +19,7 @@ from attrs import evolve
 
 from ._capture.capture import Captured, holds_histories, trace_forward
 from ._capture.fake import capture_fake
+from ._capture.rerun.other_inputs import OriginModel
 from ._capture.rerun.run import capture_without_effects, has_scripts, with_model_to_itself
 from ._capture.snapshot import ForwardState
 from ._check.check import check as check_program, check_model
@@ -31,6 +32,7 @@ from ._edit.expand import calls_to_expand
 from ._edit.patch import Zero
 from ._edit.select import SaveSpec
 from ._ir.equality import same_content
+from ._ir.graph import Graph
 from ._ir.interrupts import restoring_modes
 from ._ir.memory import writable_copy
 from ._ir.node import Guard, Ref
@@ -48,8 +50,9 @@ from ._replay.edits import expand, insert, swap
 from ._replay.function import function_of
 from ._replay.gradients import Grads, gradients, total
 from ._replay.guards import Guards
-from ._replay.module import ProgramModule
+from ._replay.module import CaptureAt, ProgramModule
 from ._replay.move import move, rerun, with_current_state
+from ._replay.other_shapes import Shapes
 from ._replay.record import Record, completed_record, detached, keeping_only
 from ._replay.request import Request
 from ._replay.resolve_patches import bound_patches
@@ -61,7 +64,7 @@ from ._store.programs import ProgramData, program_digest, program_json, read_pro
 from ._store.read_trees import TreeReader
 from ._store.write_trees import TreeWriter
 from ._sweep.sweep_job import SweepJob, begin_sweep, named_as, output_to_send
-from ._sweep.sweep_runner import BatchedSweep, Elsewhere, PendingSweep
+from ._sweep.sweep_runner import BatchedSweep, Elsewhere, Likeness, PendingSweep
 from ._view.dot import DrawOptions, draw
 from ._view.grouping import ViewOptions
 from ._view.page import page_data, save_page
@@ -190,10 +193,12 @@ class Program(ProgramBase):
         _grads: Grads | None = None,
         _keeps_nothing: bool = False,
         _edits: tuple[Edit, ...] = (),
+        _origin: OriginModel | None = None,
     ) -> None:
         super().__init__(_captured, _record, _output, _outline, _beginning, _grads, _keeps_nothing)
         self.history = _history or ("captured",)
         self._edits = _edits
+        self._edited_from = _origin  # of an edited program: the model that was captured
         self._edge_programs: dict[Any, Program] = {}
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -544,7 +549,8 @@ class Program(ProgramBase):
         grads = self._gradients_at(of or total, from_layer, SaveSpec.of(save))
         words = [argument_text(of)] * (of is not None) + [f"from_layer={from_layer!r}"] * (from_layer is not None)
         step = f"backward({', '.join(words)})"
-        return self._derived(self._record, self._returned, step, _beginning=self._beginning, _grads=grads)
+        more: dict[str, Any] = {"_beginning": self._beginning, "_origin": self._edited_from, "_grads": grads}
+        return self._derived(self._record, self._returned, step, **more)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs. All keywords are passed to the model."""
@@ -647,12 +653,54 @@ class Program(ProgramBase):
         words = {key: value for key, value in (("from_", from_), ("to", to)) if value is not None}
         return self._edited(made, "slice", **words)
 
-    def module(self, from_: Any = None, to: Any = None) -> ProgramModule:
-        """The program, or a slice of it, as an `nn.Module`. Its parameters are the model's own, under the same names,
-        so training it trains the model. It gives the same output and gradients, for inputs of the recorded shapes.
+    def module(self, from_: Any = None, to: Any = None, *, inputs: Any = None, outputs: Any = None) -> ProgramModule:
+        """The program, or a part of it, as an `nn.Module`. Its parameters are the model's own, under the same names,
+        so training it trains the model. It gives the same output and gradients, and runs no further than it must.
+
+        `inputs` (or `from_`) names the layers where it begins: by default the model's inputs. `outputs` (or `to`) says
+        what it returns: a layer, or a list, tuple or dict of layers, `{"early": "relu_2", "late": "layer4"}`. A glob or
+        a type gives a dict from names to values, a part of the list that it stands in, or a tuple in a dict.
+
+        For inputs of other shapes, such as another batch size, the model is captured once more and its program edited
+        as this one was; it must be the same program in all but sizes. A program that was loaded, moved or copied holds
+        no model, and takes the recorded shapes alone.
+
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+        >>> halves = capture(model, torch.ones(1, 2)).module(outputs={"hidden": "relu_1", "out": "2"})
+        >>> {name: tuple(value.shape) for name, value in halves(torch.ones(5, 2)).items()}
+        {'hidden': (5, 3), 'out': (5, 1)}
         """
+        if isinstance(inputs, Mapping) or (outputs is not None and not isinstance(outputs, str) and not outputs):
+            raise TypeError(
+                "inputs= is a layer or a list of layers; outputs= a layer, or a list, tuple or dict of some."
+            )
+        ends = _either("inputs", inputs, "from_", from_), _either("outputs", outputs, "to", to)
         self._require_settled("module")
-        return ProgramModule((self if from_ is None and to is None else self.slice(from_, to))._record)
+        return ProgramModule(self._part(*ends), self._other_captures(*ends))
+
+    def _part(self, start: Any, end: Any) -> Record:
+        """The record from some layers to others."""
+        if start is None and end is None:
+            return self._record
+        return editing.slice_record(self._record, self._names.starts(start), self._names.outputs(end))[0]
+
+    def _other_captures(self, start: Any, end: Any) -> CaptureAt | None:
+        """Makes the record of such a part at the shapes of other inputs; None without a model."""
+        origin = self._origin_model
+        if origin is None:
+            return None
+        edits = self.edits
+
+        def capture_at(part: Graph, shapes: Shapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
+            made = program_of(ProgramData(origin.captured_at(part, shapes, args, kwargs), ("captured",), True, None))
+            return keeping_only(made.apply(edits)._part(start, end), frozenset())
+
+        return capture_at
+
+    @property
+    def _origin_model(self) -> OriginModel | None:
+        """The model that was captured, for captures on other inputs."""
+        return OriginModel.of(self._beginning, self._record) if self._beginning is not None else self._edited_from
 
     def refresh(self) -> Program:
         """The same program rerun on the current parameters and inputs."""
@@ -663,7 +711,7 @@ class Program(ProgramBase):
         )
         if beginning is not None and isinstance(beginning.model, torch.nn.Module):
             beginning = beginning.held_now()
-        return self._derived(record, output, "refreshed", _beginning=beginning)
+        return self._derived(record, output, "refreshed", _beginning=beginning, _origin=self._edited_from)
 
     def to(self, *args: Any, **kwargs: Any) -> Program:
         """The program rerun on another device or in another dtype."""
@@ -701,7 +749,7 @@ class Program(ProgramBase):
     def _edited(self, made: tuple[Record, Any], method: str, /, *args: Any, **kwargs: Any) -> Program:
         """The program that an edit gave; its history shows the edit as a call."""
         edit = Edit(method, *args, **kwargs)
-        return self._derived(*made, repr(edit), _edits=(*self._edits, edit))
+        return self._derived(*made, repr(edit), _edits=(*self._edits, edit), _origin=self._origin_model)
 
     def _keeping(self, save_spec: SaveSpec) -> Program:
         """The program with exactly the values that `save_spec` selects."""
@@ -710,7 +758,7 @@ class Program(ProgramBase):
         whole = completed_record(self._record) if save_spec.everything else None
         record = whole or keeping_only(self._record, frozenset(self._selected(save_spec)))
         output = thaw(record.graph.output, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
-        return self._derived(record, output, _beginning=self._beginning)
+        return self._derived(record, output, _beginning=self._beginning, _origin=self._edited_from)
 
     def _with_edge_nodes(self, patch: Any) -> Program:
         """The program in which each Edge among the keys of `patch` is a node of its own, so that it can be patched."""
@@ -772,9 +820,9 @@ def _on_executor(far: Callable[[], Any], executor: Any, scratch: Any, retries: i
     if executor is None:
         return None
 
-    def run_tasks(fingerprint: str, tasks: Any, weights: Any, receive: Any) -> Any:
+    def run_tasks(likeness: Likeness, tasks: Any, weights: Any, receive: Any) -> Any:
         how = {"scratch": scratch, "retries": retries, "progress": False, "weights": weights, "unit": "pass"}
-        return distribute(executor, begin_sweep, SweepJob(far(), fingerprint), tasks, receive, **how)
+        return distribute(executor, begin_sweep, SweepJob(far(), likeness), tasks, receive, **how)
 
     return run_tasks
 
@@ -788,6 +836,13 @@ def _divergence_note(on_divergence: str) -> dict[str, str]:
     """How the history of an edit shows `on_divergence`. Edited programs hold no model that could be rerun."""
     require_choice("on_divergence", on_divergence, ("raise", "ignore"))
     return {} if on_divergence == "raise" else {"on_divergence": on_divergence}
+
+
+def _either(word: str, value: Any, other_word: str, other: Any) -> Any:
+    """The one of two arguments that was given; they mean the same."""
+    if value is not None and other is not None:
+        raise TypeError(f"{word}= and {other_word}= are two words for one thing. Give one of them.")
+    return other if value is None else value
 
 
 def _require_one_start(of: Any) -> Any:

@@ -313,10 +313,11 @@ def test_a_module_cannot_be_pickled_and_says_what_can(net, x, tmp_path):
     module.load_state_dict(torch.load(tmp_path / "state.pt"))
 
 
-def test_a_module_takes_the_recorded_shapes_and_the_recorded_path(net, x):
+def test_a_module_takes_the_recorded_kind_of_input_and_the_recorded_path(net, x):
     module = rl.capture(net, x).module("layers.0")
-    with pytest.raises(rl.InputMismatch, match="Give the recorded shape"):
-        module(torch.randn(5, 8))
+    assert_same(module(h := torch.randn(5, 8)), net.head(net.layers[2](net.layers[1](h))))
+    with pytest.raises(rl.InputMismatch, match="Give the recorded shape and dtype"):
+        module(x.double())
 
     def choosy(x):
         return x * 2 if x.sum() > 0 else x * 3

@@ -12,7 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from .._edit.edges import OUTPUT
-from .._edit.select import Selection
+from .._edit.select import Selection, is_named
 from .._ir.location import Location
 from .._ir.node import Call, Ref, refs_in
 from .._ir.runtime import alias
@@ -124,6 +124,35 @@ class NameResolver:
         if isinstance(names, (list, tuple, Selection)):
             return tuple([self.end(name) for name in names])
         return self.index.find(names).tree(self.index.graph)
+
+    def outputs(self, names: Any) -> Any:
+        """The tree of values that a module returns: lists, tuples and dicts of layers as they were given. What means
+        several layers, such as a glob, is a dict by name, part of the list around it, or a tuple in a dict.
+        """
+        if isinstance(names, Mapping):
+            return Branch(dict, tuple([self._in_dict(name) for name in names.values()]), tuple(names))
+        if isinstance(names, (list, tuple)):
+            found = tuple([tree for name in names for tree in self._trees(name).values()])
+            return Branch(list, found) if isinstance(names, list) else found
+        trees = self._trees(names)
+        return self._in_dict(names) if self._is_one(names) else Branch(dict, tuple(trees.values()), tuple(trees))
+
+    def _in_dict(self, name: Any) -> Any:
+        trees = tuple(self._trees(name).values())
+        return trees[0] if self._is_one(name) else trees
+
+    def _is_one(self, name: Any) -> bool:
+        """True if a name is that of one layer, and not a glob or a type, whatever these find."""
+        if name is None or (isinstance(name, str) and name == OUTPUT):
+            return True
+        first, *others = self.sites(name)
+        return not others and is_named(name, first)
+
+    def _trees(self, name: Any) -> dict[str, Any]:
+        """The values that a name means, by the names of their layers."""
+        if name is None or (isinstance(name, str) and name == OUTPUT):
+            return {OUTPUT: self.index.graph.output}
+        return {site.name: site.tree(self.index.graph) for site in self.sites(name)}
 
     def _single(self, place: Location) -> Ref:
         tree = place.tree(self.index.graph)

@@ -29,7 +29,11 @@ from .record import Record
 from .shaped_forward import ShapedForward
 
 MOST_SHAPES = 64  # of which a module keeps the program
-AT_THIS_SHAPE = "Capture the model with inputs of this shape, and make the module of that program."
+AT_THIS_SHAPE = "Where the model takes this shape: capture it there, and make the module of that program."
+NO_MODEL = (
+    "A module of a captured program would capture the model again at this shape; what was loaded without state=, moved "
+    "or copied holds none."
+)
 CaptureAt = Callable[[Graph, Shapes, tuple[Any, ...], dict[str, Any]], Record]
 
 
@@ -151,8 +155,10 @@ class ProgramModule(StateHolder):
         then, now = recorded_shapes(graph), shapes_of(graph, args, kwargs)
         key = tuple(now.items())
         if key not in self._elsewhere:
-            if then == now or self._capture_at is None or peek_interpreter_stack() is not None:
+            if then == now or peek_interpreter_stack() is not None:
                 raise InputMismatch(mismatch)
+            if self._capture_at is None:
+                raise InputMismatch(f"{mismatch}\n{NO_MODEL}")
             text = mismatch.partition("\n")[0]
             if len(self._elsewhere) >= MOST_SHAPES:
                 self._elsewhere.pop(next(iter(self._elsewhere)))
@@ -162,20 +168,20 @@ class ProgramModule(StateHolder):
     def _same_program_at(self, args: Any, kwargs: Any, now: Shapes, text: str) -> Record:
         """The record of the program at other shapes."""
         graph = self._record.graph
-        fixed = fixed_sizes(graph, recorded_shapes(graph), now)
-        where = f"\nThe recorded size stands as a number in{fixed}" if fixed else ""
         assert self._capture_at is not None
+        found, why, cause = None, "", None
         try:
             found = self._capture_at(graph, now, args, kwargs)
+        except InputMismatch as error:
+            why = str(error)
         except Exception as error:
-            why = (
-                str(error)
-                if isinstance(error, InputMismatch)
-                else (f"With it the model, or an edit of its program, raises {type(error).__name__}: {error}")
-            )
-            raise InputMismatch(f"{text}\n{why}{where}\n{AT_THIS_SHAPE}") from error
-        if why := difference_beside_sizes(self._record, found):
-            raise InputMismatch(f"{text}\nWith it the model computes something else: {why}.{where}\n{AT_THIS_SHAPE}")
+            why, cause = f"With it the model, or an edit of its program, raises {type(error).__name__}: {error}", error
+        if found is not None and (other := difference_beside_sizes(self._record, found)):
+            why = f"With it the model computes something else: {other}."
+        if found is None or why:
+            fixed = fixed_sizes(graph, recorded_shapes(graph), now)
+            where = f"\nThe recorded size stands as a number in{fixed}" if fixed else ""
+            raise InputMismatch(f"{text}\n{why}{where}\n{AT_THIS_SHAPE}") from cause
         return found
 
     def _require_fitting(self, held: dict[str, torch.Tensor]) -> None:
