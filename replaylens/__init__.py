@@ -27,6 +27,12 @@ from ._edit.patch import (
     Zero as Zero,
 )
 from ._edit.select import Selection as Selection, where as where
+from ._extract.extract import extract as extract
+from ._extract.features import Features as Features
+from ._extract.lazy_array import LazyArray as LazyArray
+from ._extract.linear_probe import LayerScores as LayerScores, probe as probe
+from ._extract.projection import SRP as SRP
+from ._extract.similarity import cka as cka, rdm as rdm
 from ._replay.gradients import Grads as Grads
 from ._study.attribution import Attribution as Attribution, attribution as attribution
 from ._study.paths import path_patch as path_patch

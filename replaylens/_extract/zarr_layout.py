@@ -127,7 +127,7 @@ def read_array_document(document: Mapping[str, Any]) -> ArrayLayout:
 # -- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def chunk_bytes(rows: np.ndarray[Any, Any], layout: ArrayLayout) -> bytes:
+def chunk_bytes(rows: np.ndarray[Any, Any], layout: ArrayLayout) -> bytes | memoryview:
     """The rows of a chunk as its file holds them; a chunk that is not full is filled up."""
     assert layout.dtype is not None
     whole = np.ascontiguousarray(rows, layout.dtype.newbyteorder("<"))
@@ -135,7 +135,7 @@ def chunk_bytes(rows: np.ndarray[Any, Any], layout: ArrayLayout) -> bytes:
     if missing:
         rest = np.full((missing, *layout.shape[1:]), fill_value(layout.dtype), whole.dtype)
         return whole.tobytes() + rest.tobytes()
-    return whole.tobytes()
+    return whole.reshape(-1).view(np.uint8).data if whole.size else b""
 
 
 def text_bytes(texts: Iterable[str]) -> bytes:

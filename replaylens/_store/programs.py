@@ -144,6 +144,28 @@ def program_digest(record: Record, known: KnownSum = lambda tensor: None) -> str
     """A digest of what a program computes: its graph without lines of code, and the content of what it starts from. It
     is the same whichever values are kept, and whoever captured it. `known` gives digests that somebody has.
     """
+    found = _graph_sum(record)
+    for node in record.graph.nodes:
+        if not isinstance(node, Call):
+            found.update(_digest_at(record, node.name, known))
+    _add_draws(found, record, known)
+    return found.hexdigest()
+
+
+def graph_digest(record: Record) -> str:
+    """A digest of what a program computes, whatever it starts from; but of where it draws its numbers from."""
+    found = _graph_sum(record)
+    _add_draws(found, record, lambda tensor: None)
+    return found.hexdigest()
+
+
+def _add_draws(found: Any, record: Record, known: KnownSum) -> None:
+    for key, state in record.draws.items():
+        found.update(key.encode() + content_digest(state, known(state)))
+
+
+def _graph_sum(record: Record) -> Any:
+    """The sum of a graph without lines of code."""
     pool = Pool()
     writer = TreeWriter(pool, with_sources=False, is_pickled=True)
     literals = tuple([(path, ADDRESS.sub(" at", known)) for path, known in record.graph.literals])
@@ -152,12 +174,7 @@ def program_digest(record: Record, known: KnownSum = lambda tensor: None) -> str
     found = hashlib.sha256(json.dumps([made, {name: table.rows for name, table in writer.tables.items()}]).encode())
     for block in blocks:
         found.update(block.sum)
-    for node in record.graph.nodes:
-        if not isinstance(node, Call):
-            found.update(_digest_at(record, node.name, known))
-    for key, state in record.draws.items():
-        found.update(key.encode() + content_digest(state, known(state)))
-    return found.hexdigest()
+    return found
 
 
 def _account_json(writer: TreeWriter, record: Record) -> Json:

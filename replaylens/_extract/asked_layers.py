@@ -1,0 +1,130 @@
+"""Which arrays the layers asked for give: their names, passes and tensors in one program.
+
+In: a program, and `layers=`. Out: an Asked for each layer, by the name under which it is stored, and the program cut
+behind them, whose output they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from .._edit.select import Selection, Where, where
+from .._ir.label import Label
+from .._ir.location import Location
+from .._ir.node import State
+from .._ir.trees import freeze_deep
+from .._ir.util import is_glob
+from .._layers.name_resolution import as_list
+from ..errors import BadSource, NoSuchLayer
+
+
+@frozen
+class Asked:
+    """A layer that is extracted: the name of its array, and its passes by the names that the program knows."""
+
+    name: str
+    label: str
+    places: tuple[str, ...]
+    is_series: bool  # of passes, along an axis of their own
+    kinds: tuple[str, ...]  # which operation each place is, in words; empty for what is named by its module
+    words: tuple[str, ...] = ()  # the user's
+
+
+def asked_layers(prog: Any, layers: Any) -> tuple[Asked, ...]:
+    """The layers that a user's words mean, in the order of the words, each once."""
+    keys = [layers] if callable(layers) or isinstance(layers, (Where, Selection)) else as_list(layers)
+    found: dict[tuple[Any, ...], Asked] = {}
+    for key in keys:
+        for one in _of_key(prog, key):
+            places = tuple([prog._index.find(place) for place in one.places])
+            known = found.setdefault(places, one)
+            found[places] = evolve(known, words=(*known.words, *([key] if isinstance(key, str) else [])))
+    if not found:
+        raise NoSuchLayer("layers= names no layer. Give names, globs or types: layers=['layer*', 'fc'].")
+    return tuple(found.values())
+
+
+def _of_key(prog: Any, key: Any) -> Iterable[Asked]:
+    if isinstance(key, type):
+        raise TypeError(
+            f"layers= takes the type of an operation by name, such as 'conv2d', not the class {key.__name__}. Modules "
+            "are named by address, also with globs: 'layer*', 'blocks.*.attn'."
+        )
+    if callable(key) and not isinstance(key, (Where, Selection)):
+        key = where(key)
+    sites = [one for one in _locations(prog, key) if not _is_state(prog, one)]
+    if isinstance(key, str) and Label.of(key).turn:
+        return [Asked(key, sites[0].label, (sites[0].name,), False, _kinds(prog, sites[:1]))]
+    groups: dict[str, list[Location]] = {}
+    for site in sites:
+        groups.setdefault(Label.of(site.name).layer, []).append(site)
+    if isinstance(key, str) and len(groups) == 1 and not is_glob(key) and all(site.is_every_pass for site in sites):
+        groups = {key: next(iter(groups.values()))}
+    return [_asked(prog, name, group) for name, group in groups.items()]
+
+
+def _locations(prog: Any, key: Any) -> Iterable[Location]:
+    found: Iterable[Location] = prog._locations(key)
+    return found
+
+
+def _is_state(prog: Any, site: Location) -> bool:
+    return site.output is None and site.part is None and isinstance(prog.graph[site.node], State)
+
+
+def _asked(prog: Any, name: str, group: list[Location]) -> Asked:
+    """The array of one layer, whose passes these are."""
+    if len(group) == 1:
+        is_only = not Label.of(group[0].name).turn
+        own = name if is_only else group[0].name
+        return Asked(own, group[0].label, (group[0].name,), False, _kinds(prog, group))
+    ordered = sorted(group, key=lambda site: Label.of(site.name).number)
+    label, places = Label.of(group[0].label).layer, tuple([site.name for site in ordered])
+    return Asked(name, label, places, True, _kinds(prog, ordered))
+
+
+def _kinds(prog: Any, group: list[Location]) -> tuple[str, ...]:
+    """Labels count operations, so that on another path the same label may be another operation: which one each is."""
+    return tuple(["" if site.scope is not None else _kind(prog.graph[site.node]) for site in group])
+
+
+def _kind(node: Any) -> str:
+    words = [getattr(node, "target", None), getattr(node, "scope", None), getattr(node, "source", None)]
+    return " ".join([str(word) for word in words if word is not None])
+
+
+def require_same(first: tuple[Asked, ...], other: tuple[Asked, ...]) -> None:
+    """Raise if a label means another operation in the program of another batch."""
+    known = {one.name: one for one in first}
+    for one in other:
+        was = known.get(one.name, one)
+        for place, then, now in zip(one.places, was.kinds, one.kinds, strict=False):
+            if then != now:
+                raise BadSource(
+                    f"{place} is another operation in this batch than in the first, as the model takes another path:\n"
+                    f"    first: {then}\n    now:   {now}\n"
+                    "Labels count the operations that ran. Name the layer by the address of its module."
+                )
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a layer gives, in order."""
+    found: list[torch.Tensor] = []
+    freeze_deep(value, found.append)
+    return found
+
+
+def named_values(asked: Asked, passes: list[Any]) -> dict[str, list[torch.Tensor]]:
+    """The tensors of a layer, one for each pass, by the name of their array, out of what each pass gave."""
+    tensors = [tensors_in(one) for one in passes]
+    count = len(tensors[0])
+    if any(len(one) != count for one in tensors):
+        raise NoSuchLayer(
+            f"the passes of {asked.name!r} give unlike numbers of tensors. Name one pass: {asked.places[0]!r}."
+        )
+    names = [asked.name] if count == 1 else [f"{asked.name}.{number}" for number in range(count)]
+    return {name: [one[number] for one in tensors] for number, name in enumerate(names)}

@@ -1,0 +1,166 @@
+"""Files that are whole or not there, and the account of which shards are done.
+
+In: bytes and where they go; the digests of a shard's files. Out: files that a kill, a full disk or a second process
+leaves either as they were or complete. A shard counts once its account is written, after all of its files are on the
+disk; what a process left that was killed before is swept away by the next.
+
+The progress lies beside the features, and not within, since other readers wonder at files that they do not know:
+
+    features.zarr/               the group
+    features.zarr.progress/
+        plan.json                what was begun
+        done/12.json             shard 12: its rows, and the digest of each of its files
+        new/...                  what is being written
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from .._ir.util import add_note
+from .zarr_layout import json_text
+
+A_DAY = 86_400.0
+_HOST = platform.node() or "here"
+SAFE = "Nothing is lost: what is done is on the disk. Once there is room, run the same extract() again."
+
+
+@frozen
+class Progress:
+    """The folder of an extraction that is under way."""
+
+    folder: Path
+
+    @staticmethod
+    def beside(target: Path) -> Progress:
+        return Progress(target.with_name(target.name + ".progress"))
+
+    @property
+    def plan(self) -> Any:
+        """The document of the plan that was begun, None if there is none, or none that is whole."""
+        return read_json(self.folder / "plan.json")
+
+    def begin(self, document: Mapping[str, Any]) -> None:
+        """Make the folder, with the plan."""
+        for name in ("done", "new"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        sync_folder(self.folder.parent)
+        self.sweep()
+        if self.plan != document:
+            self.put({self.folder / "plan.json": json_text(document).encode()})
+
+    def put(self, files: Mapping[Path, Any], is_synced: bool = True) -> None:
+        """Write files: all of them to the disk first, then each to its place."""
+        made: dict[Path, Path] = {}
+        try:
+            for path, data in files.items():
+                made[path] = self.folder / "new" / f"{_HOST}-{os.getpid()}-{secrets.token_hex(6)}"
+                write_file(made[path], data, is_synced)
+            changed = {folder for path in files for folder in _make_folder(path.parent)}
+            for path, beside in made.items():
+                os.replace(beside, path)
+        except BaseException as error:
+            for beside in made.values():
+                with suppress(OSError):
+                    beside.unlink()
+            if isinstance(error, OSError):
+                add_note(error, SAFE)
+            raise
+        for folder in changed if is_synced else ():
+            sync_folder(folder)
+
+    def done(self) -> dict[int, dict[str, Any]]:
+        """The accounts of the shards that are done, by number."""
+        found = {}
+        for path in (self.folder / "done").glob("*.json"):
+            account = read_json(path)
+            if path.stem.isdecimal() and isinstance(account, dict) and account.keys() >= {"rows", "files", "reruns"}:
+                found[int(path.stem)] = account
+        return dict(sorted(found.items()))
+
+    def account(self, shard: int, document: Mapping[str, Any]) -> None:
+        """Say that a shard is done."""
+        self.put({self.folder / "done" / f"{shard}.json": json_text(document).encode()})
+
+    def sweep(self) -> None:
+        """Remove what processes left behind that are no more."""
+        for path in (self.folder / "new").glob("*"):
+            host, _, rest = path.name.rpartition("-")[0].rpartition("-")
+            is_dead = host == _HOST and rest.isdecimal() and int(rest) != os.getpid() and not _is_alive(int(rest))
+            with suppress(OSError):
+                if is_dead or time.time() - path.stat().st_mtime > A_DAY:
+                    remove(path)
+
+    def remove(self) -> None:
+        """Remove the folder, the plan at the end."""
+        for name in ("new", "done"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            (self.folder / "plan.json").unlink()
+        with suppress(OSError):
+            self.folder.rmdir()
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None if it is not there, or torn."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def write_file(path: Path, data: Any, is_synced: bool = True) -> None:
+    """Write a new file, and wait until the disk has it."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        if is_synced:
+            os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder, where the system can do so."""
+    with suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def _make_folder(folder: Path) -> list[Path]:
+    """Make a folder, and those above it that are missing: all folders that have a new name in them then."""
+    if folder.is_dir():
+        return [folder]
+    above = _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    return [folder, *above]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
