@@ -229,6 +229,12 @@ def default_device() -> str:
 FunctionBase = _name("torch._C._FunctionBase", "the `apply` of every custom function is one that was bound before")
 SingleLevelFunction = _name("torch.autograd.function._SingleLevelFunction", "calls of custom functions are seen there")
 
+operator_definitions = _name(
+    "torch._library.custom_ops.OPDEFS",
+    "which module registers an operator that a pickle names",
+    "whoever reads the pickle must have imported it",
+    {},
+)
 negative_view = _name("torch._neg_view", "a copy of a tensor with the mark of a negative has it too")
 
 # -- classes -----------------------------------------------------------------------------------------------------------
@@ -245,6 +251,15 @@ if not TYPE_CHECKING:
     DataDependentOutputException = _name(_FAKE + "DataDependentOutputException", "the same: what has no answer there")
     DynamicOutputShapeException = _name(_FAKE + "DynamicOutputShapeException", "the same")
     unset_fake_temporarily = _name(_FAKE + "unset_fake_temporarily", "the same: what is computed all the same")
+
+
+def module_of_operator(operator: Any) -> str | None:
+    """The module that defines a custom operator in Python; None if that is not known, or is the script that runs."""
+    packet = operator.overloadpacket if isinstance(operator, OpOverload) else operator
+    function = getattr(operator_definitions.get(packet._qualified_op_name), "_init_fn", None)
+    module = getattr(function, "__module__", None)
+    return module if module not in ("__main__", "__mp_main__") else None
+
 
 NAMES: tuple[Private, ...] = tuple(_listed)
 OF_THE_COMPILER = (  # looked for where the compiler is loaded only

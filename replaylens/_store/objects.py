@@ -7,10 +7,11 @@ not torch's own is refused before anything of it is looked up; see allowed.py.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import c_char
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
@@ -19,7 +20,13 @@ import torch
 
 from .._ir.struct import restored_struct
 from .._ir.target import Target
-from .._ir.torch_private import outside_of_transforms, without_function_modes
+from .._ir.torch_private import (
+    OpOverload,
+    OpOverloadPacket,
+    module_of_operator,
+    outside_of_transforms,
+    without_function_modes,
+)
 from .._ir.value_source import set_way_to_pickle
 from .._version import __version__
 from ..errors import BadFile, CannotSave, ReplaylensError, UnboundReference, UnlawfulGraph, UnresolvedTarget, Untrusted
@@ -343,8 +350,35 @@ def pickled(what: Any, protocol: Any) -> Any:
     finds by its own rules.
     """
     made = written(what, is_pickled=True)
-    strange = {name: made.functions[name] for name in needs_trust(made.functions)}
-    return unpickled, (_Payload(as_bytes(made.word, made.text, made.blocks)), strange)
+    return unpickled, (_Payload(as_bytes(made.word, made.text, made.blocks)), strange_functions(made))
+
+
+def strange_functions(made: _Written) -> dict[str, Any]:
+    """The functions that are not torch's own, by name, as pickle takes them."""
+    return {name: _as_pickled(name, made.functions[name]) for name in needs_trust(made.functions)}
+
+
+def _as_pickled(name: str, function: Callable[..., Any]) -> Any:
+    is_operator = isinstance(function, (OpOverload, OpOverloadPacket))
+    return _Operator(name, module_of_operator(function)) if is_operator else function
+
+
+class _Operator:
+    """In a pickle: an operator that was registered with torch, which pickle takes by no rule of its own."""
+
+    def __init__(self, name: str, module: str | None) -> None:
+        self.name, self.module = name, module
+
+    def __reduce__(self) -> Any:
+        return operator_named, (self.name, self.module)
+
+
+def operator_named(name: str, module: str | None) -> Callable[..., Any]:
+    """A registered operator. `module` is the one that registers it, if that is known."""
+    if module is not None:
+        with suppress(ImportError):
+            importlib.import_module(module)
+    return Target.named(name).function
 
 
 def unpickled(data: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:
