@@ -92,7 +92,7 @@ def python_attributes(tensor: torch.Tensor) -> str | None:
 
 def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{tensor_kind(value)} {_digest(value)}"
+        return f"{tensor_kind(value)} {digest_of_bits(value)}"
     if type(value) in (list, tuple):
         return f"{type(value).__name__}({', '.join(map(_shown, value))})"
     if type(value) is dict:
@@ -100,10 +100,10 @@ def _shown(value: Any) -> str:
     return fingerprint(value)
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest_of_bits(tensor: torch.Tensor) -> str:
     """A hash of every bit of a tensor."""
     if tensor.is_meta or tensor.is_nested:
-        return "" if tensor.is_meta else " ".join(map(_digest, nested_parts(tensor)))
+        return "" if tensor.is_meta else " ".join(map(digest_of_bits, nested_parts(tensor)))
     numbers = as_dense(tensor).cpu().contiguous()
     return blake2b(numbers.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 

@@ -141,7 +141,7 @@ PATIENCE = 2.0  # seconds before a bar is shown that was not asked for
 
 
 @contextmanager
-def progress_bar(total: int, wanted: bool | None, unit: str = "variant") -> Iterator[Callable[[int], None]]:
+def progress_bar(total: int | None, wanted: bool | None, unit: str = "variant") -> Iterator[Callable[[int], None]]:
     """`tick(n)`: n more are done. `wanted` None: a bar on a terminal or in a notebook if it takes long."""
     if wanted is False or (wanted is None and not _is_interactive()):
         yield lambda count: None
@@ -185,6 +185,7 @@ class PassResult:
     departures: Mapping[int, Departure] = NO_ROWS  # the variants that left the recorded path, which have no result
     alone: tuple[str, ...] = ()  # the nodes that ran variant by variant
     refusal: str = ""  # why the pass could not be run, if so: then there is nothing else
+    drew: frozenset[str] = frozenset()  # the generators of another process that functions of the user's drew from
 
 
 @define(eq=False)

@@ -1,8 +1,8 @@
 """A sweep as another process gets it: how it is prepared there, and proof that it is the same.
 
 In, here: a function that prepares the sweep, and what to compare. In, there: the same, from a pickle. Out, there: the
-function that does a task. Results are the same to the last bit only if both processes run the same passes, so a process
-that would make other ones says so, and does nothing.
+function that does a task. Results are the same to the last bit only if both processes run the same passes and the same
+metric, so a process that would run other ones says so, and does nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from .._ir.graph import Graph
 from .._ir.interrupts import restoring_modes
 from .._ir.node import Context
 from .._ir.settings import settings
-from .._ir.torch_private import is_any_autocast_on
+from .._ir.struct import StructKeys
+from .._ir.torch_private import is_any_autocast_on, pytree
 from .._ir.trees import Branch, without_originals
 from .._replay.interpreter import modes
 from .._version import __version__
 from ..errors import PlanDiffers
 from .batch_runner import PassResult
-from .sweep_runner import BatchedSweep, LaneResult, copied_output
+from .sweep_runner import BatchedSweep, LaneResult, Likeness, copied_output
+from .task_draws import drawing_apart, seeds_now
 
 
 def versions() -> str:
@@ -34,19 +36,23 @@ def versions() -> str:
 
 
 def context_now() -> Context:
-    """The modes and settings of this thread, which a metric may read."""
+    """The modes and settings of this thread, which a metric may read. The default dtype is always among them."""
     cached, is_cast = torch.is_autocast_cache_enabled(), is_any_autocast_on()
     devices = [device for device in ("cpu", "cuda") if is_cast and torch.is_autocast_enabled(device)]
     autocast = tuple([(device, torch.get_autocast_dtype(device), cached) for device in devices])
-    return Context(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, settings(torch.float32))
+    return Context(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, settings(_NO_DEFAULT))
+
+
+_NO_DEFAULT = torch.bool  # which is never the default
 
 
 @frozen(eq=False)
 class SweepJob:
-    """What all tasks of a sweep share. `fingerprint` is empty if each variant runs alone."""
+    """What all tasks of a sweep share."""
 
     make: Callable[[], BatchedSweep]
-    fingerprint: str
+    likeness: Likeness
+    seeds: Mapping[str, int] = field(factory=seeds_now)
     context: Context = field(factory=context_now)
     versions: str = field(factory=versions)
 
@@ -55,16 +61,17 @@ def begin_sweep(job: SweepJob) -> Callable[[int], Any]:
     """The function that does a task of a sweep, in a process that does some of them."""
     with modes(job.context):
         sweep = restoring_modes(job.make)
-        if job.fingerprint and sweep.fingerprint != job.fingerprint:
+        if unlike := job.likeness.unlike(sweep):
             raise PlanDiffers(
-                "a worker would run this sweep in other passes, or with another metric, and its last bits could "
-                f"differ.\nhere:      {job.versions}\nin the worker:  {versions()}\n"
-                "Give both the same versions; a metric must compute the same wherever it is called."
+                f"a worker would run this sweep {unlike}.\nhere:      {job.versions}\nin the worker:  {versions()}\n"
+                "Give both the same versions; a metric must compute the same wherever it is called: what it reads of a "
+                "module is what the module is given as it is imported."
             )
 
     def work(task: int) -> Any:
         with modes(job.context):
-            return _to_send(restoring_modes(lambda: sweep.task(task)))
+            result, drew = drawing_apart(job.seeds, task, lambda: restoring_modes(lambda: sweep.task(task)))
+            return _to_send(result if result is None else evolve(result, drew=drew))
 
     return work
 
@@ -95,10 +102,20 @@ def named_as(variants: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def output_to_send(graph: Graph) -> Any:
     """The output of a program, if it is of classes that a file does not hold, and a metric may call methods of."""
-    return without_originals(graph.output) if _has_classes(graph.output) else None
+    return _without_hollows(without_originals(graph.output)) if _has_classes(graph.output) else None
 
 
 def _has_classes(tree: Any) -> bool:
     if type(tree) is tuple:
         return any(map(_has_classes, tree))
     return type(tree) is Branch and (tree.kind not in (list, dict) or any(map(_has_classes, tree.items)))
+
+
+def _without_hollows(tree: Any) -> Any:
+    """The same without empty objects of users' classes, which a pickle would ask for attributes that they lack."""
+    if type(tree) is tuple:
+        return tuple(map(_without_hollows, tree))
+    if type(tree) is not Branch:
+        return tree
+    is_object = tree.count is None and not isinstance(tree.like, (pytree.TreeSpec, StructKeys))
+    return evolve(tree, items=_without_hollows(tree.items), like=None if is_object else tree.like)

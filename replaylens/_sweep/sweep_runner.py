@@ -16,7 +16,7 @@ import torch
 from attrs import define, field, frozen
 
 from .._edit.patch import calls_functions, keeps_layout, may_keep_values
-from .._ir.equality import same_content
+from .._ir.equality import digest_of_bits, same_content
 from .._ir.graph import Graph
 from .._ir.interrupts import restoring_modes
 from .._ir.label import Label
@@ -57,6 +57,7 @@ from .batch_runner import (
 )
 from .batched_ops import asks_for_layout
 from .sweep_plan import Plan, seconds_from
+from .task_draws import drawing_apart, go_on
 
 Metric = Callable[[Any], Any]
 _ALONE: Cache[None, str] = Cache()  # why nothing can go at once; empty where it can
@@ -162,9 +163,23 @@ class BatchedSweep:
     def fingerprint(self) -> str:
         """A digest of how it runs: of passes that are the same, results are the same to the last bit."""
         passes = [[one.is_stacked, [variant.number for variant in one.variants]] for one in self.batch.passes]
-        metric = [f"{node}" for node in self.batch.record.graph.nodes[len(self.record.graph) :]]
-        made = [passes, sorted(self.unbatchable), self.is_program, metric]
+        whole, more = self.batch.record, self.batch.record.graph.nodes[len(self.record.graph) :]
+        metric = [f"{node} {node.spec}" for node in more]
+        held = [whole.value(Ref(node.name)) for node in more if not isinstance(node, Call)]
+        made = [passes, sorted(self.unbatchable), self.is_program, metric, list(map(digest_of_bits, held))]
         return hashlib.sha256(json.dumps(made).encode()).hexdigest()
+
+    def likeness(self, is_in_passes: bool = True) -> Likeness:
+        """What another process must find as well to do some of the tasks."""
+        if self.metric is None:
+            return Likeness(self.fingerprint if is_in_passes else "")
+        found = [self.baseline_apart() for _ in range(2 if self.reads_each else 1)]
+        is_steady = all(are_near(found[0], other) for other in found)
+        return Likeness(self.fingerprint if is_in_passes else "", found[0] if is_steady else None)
+
+    def baseline_apart(self) -> Any:
+        """The metric of the recorded output, where it draws the same numbers in each process."""
+        return as_tensors(drawing_apart({}, 0, lambda: self._measured(self.output))[0])
 
     @property
     def reads_each(self) -> bool:
@@ -214,6 +229,9 @@ class BatchedSweep:
             if suspected is None:
                 raise
             raise diverged_error(suspected, f"in the variant {self.keys[number]!r}, ") from error
+        except Exception as error:
+            add_note(error, f"replaylens: raised in the variant {self.keys[number]!r}")
+            raise
         try:
             value = self._measured(run.output)
         except Exception as error:
@@ -233,6 +251,41 @@ class BatchedSweep:
             return output if self.metric is None else copied_output(self.metric(copied_output(output)))
 
 
+@frozen(eq=False)
+class Likeness:
+    """What a sweep is found to be in one process, and must be in another one that does some of its tasks."""
+
+    passes: str = ""  # a digest of how it runs; empty if each variant runs alone
+    baseline: Any = None  # of the metric, if it has one that gives the same whenever it is asked
+
+    def unlike(self, sweep: BatchedSweep) -> str:
+        """In which way a sweep is another one; empty if it is not."""
+        if self.passes and sweep.fingerprint != self.passes:
+            return "in other passes, or with another metric, and its last bits could differ"
+        if self.baseline is not None and not are_near(self.baseline, sweep.baseline_apart()):
+            return "with another metric, which gives something else for the output without any patch"
+        return ""
+
+
+def are_near(one: Any, other: Any) -> bool:
+    """True if two results of a metric have one structure, and numbers that differ by rounding at most."""
+    (_, mine), (_, theirs) = structure_of(one), structure_of(other)
+    if not have_one_structure(mine, theirs):
+        return False
+    tensors = [(leaf, theirs[path]) for path, leaf in mine.items() if isinstance(leaf, torch.Tensor)]
+    return all(a.dtype is b.dtype and _is_near(a, b) for a, b in tensors)
+
+
+def _is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout is not torch.strided or one.is_quantized or not one.numel():
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    one, other = (tensor.to(torch.complex128) for tensor in (one, other))
+    largest = float(torch.nan_to_num(one.abs(), 0.0, 0.0).max())
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
+
+
 REFUSED: Any = object()  # in the place of values
 
 
@@ -242,10 +295,11 @@ class LaneResult:
 
     value: Any
     departure: Departure | None  # how it left the recorded path, if it did
+    drew: frozenset[str] = frozenset()  # the generators of another process that functions of the user's drew from
 
 
 Receive = Callable[[int, Any], None]  # the place of a task among those that were asked for, and what it gave
-Elsewhere = Callable[[str, Sequence[int], Sequence[float], Receive], Any]  # fingerprint, tasks, how long each takes
+Elsewhere = Callable[[Likeness, Sequence[int], Sequence[float], Receive], Any]  # tasks, and how long each takes
 
 
 @define(eq=False)
@@ -273,7 +327,7 @@ class OneRun:
             raise
         except Exception as error:
             return self._refused(f"together it raised {type(error).__name__}: {error}")
-        self._do(sweep.fingerprint if self.elsewhere is not None else "", tasks, gathered)
+        self._do(tasks, gathered)
         batch.idle.clear()
         if gathered.refusal:
             return self._refused(gathered.refusal)
@@ -288,11 +342,13 @@ class OneRun:
         self.sweep.notes.append(f"everything: {why}")
         return REFUSED
 
-    def _do(self, fingerprint: str, tasks: Sequence[int], gathered: Gathered | None) -> None:
+    def _do(self, tasks: Sequence[int], gathered: Gathered | None) -> None:
         """Has these tasks done, each by another process or here, one after another."""
+        drew: set[str] = set()
 
         def receive(place: int, result: Any) -> None:
             number = tasks[place]
+            drew.update(() if result is None else result.drew)
             if number >= 0 and gathered is not None:
                 gathered.put(number, result)
                 self.tick(len(self.sweep.batch.passes[number].variants))
@@ -301,7 +357,9 @@ class OneRun:
                 self.tick(1)
 
         if self.elsewhere is not None:
-            self.execution = self.elsewhere(fingerprint, tasks, self._weights(tasks), receive)
+            likeness = self.sweep.likeness(gathered is not None)
+            self.execution = self.elsewhere(likeness, tasks, self._weights(tasks), receive)
+            go_on(drew)
             return
         for place, number in enumerate(tasks):
             result = self.sweep.pass_result(number)
@@ -324,7 +382,7 @@ class OneRun:
         """The values of all variants, each in a replay of its own."""
         count = len(self.sweep.keys)
         if self.elsewhere is not None:
-            self._do("", [-1 - number for number in range(count)], None)
+            self._do([-1 - number for number in range(count)], None)
         results = []
         for number in range(count):
             is_new = number not in self.lanes
