@@ -67,6 +67,13 @@ from replaylens._edit.patch import (
     patch_of as patch_of,
 )
 from replaylens._edit.rewrite import prune as prune, reading as reading, renamed as renamed, replace as replace
+from replaylens._extract.data_source import data_source as data_source
+from replaylens._extract.model_inputs import Forward as Forward, call_with as call_with
+from replaylens._extract.row_labels import (
+    digest_of as digest_of,
+    known_labels as known_labels,
+    row_labels as row_labels,
+)
 from replaylens._ir import (
     interrupts as interrupts,
     model_state as model_state,
