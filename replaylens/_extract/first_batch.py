@@ -19,8 +19,8 @@ from .._version import __version__
 from ..errors import BadSource, ReplaylensError
 from .batch_reader import Batch
 from .extraction_plan import ArrayPlan, Plan, array_dtype, shard_rows, time_axes
+from .function_text import function_text
 from .layer_values import LayerValues, Route
-from .reduction import function_text
 from .shards import require_rows
 
 
@@ -37,9 +37,8 @@ class Asked:
     labels: Iterable[str]
 
 
-def plan_of(batch: Batch, values: LayerValues, asked: Asked) -> Plan:
-    """The plan of an extraction, whose first batch this is."""
-    tensors, _ = values(batch.call)
+def plan_of(batch: Batch, tensors: Mapping[str, torch.Tensor], values: LayerValues, asked: Asked) -> Plan:
+    """The plan of an extraction, whose first batch this is, and gave these tensors."""
     arrays = (*_layers(tensors, values, batch.call.rows), *_labels(batch, asked.labels))
     values.wish.reduce.require_used("reduce", tensors)
     values.wish.dtype.require_used("dtype", tensors)
@@ -80,7 +79,7 @@ def _document(
     route = values.route(batch.call)
     wish = values.wish
     return {
-        "model": route.whole.graph.model_name,
+        "model": route.model_name,
         **_digests(route),
         "replaylens": __version__,
         "torch": str(torch.__version__),
