@@ -87,6 +87,12 @@ def _asked(prog: Any, name: str, group: list[Location]) -> Asked:
     return Asked(name, label, places, True, _kinds(prog, ordered))
 
 
+def nodes_of(prog: Any, asked: Iterable[Asked]) -> frozenset[str]:
+    """The nodes whose values layers are."""
+    sites = [prog._index.find(place) for one in asked for place in one.places]
+    return frozenset([one.node for site in sites for one in site.each])
+
+
 def _kinds(prog: Any, group: list[Location]) -> tuple[str, ...]:
     """Labels count operations, so that on another path the same label may be another operation: which one each is."""
     return tuple(["" if site.scope is not None else _kind(prog.graph[site.node]) for site in group])

@@ -30,7 +30,7 @@ from .model_inputs import Forward
 from .reduction import PerLayer, steps_of, torch_dtype
 from .row_labels import known_labels, require_rows
 from .shard_worker import ShardAnswer, ShardJob, prepared
-from .shards import Shard, ShardBuilder, values_of
+from .shards import BatchValues, Shard, ShardBuilder, as_stored, values_of
 
 
 def extract(
@@ -65,9 +65,9 @@ def extract(
     replayed as far as the latest layer. Model, buffers and generators are left as they are.
 
     `to="x.zarr"` writes a zarr group and `to="x.npy"` a folder of arrays, in whole shards: what was killed goes on
-    where it stopped, and gives the same bytes. `reduce` is a pattern of einops ("b c h w -> b c", "b t d -> b d : max"),
-    `SRP(4096)`, a function, a list of these, or a mapping from layers to them; `dtype` what is stored. `what` may also
-    be "grad", with `of=` a number of the output. `edit` makes a program of each capture:
+    where it stopped, and gives the same bytes. `reduce` is a pattern of einops ("b c h w -> b c", "b t d -> b d :
+    max"), `SRP(4096)`, a function, a list of these, or a mapping from layers to them; `dtype` what is stored. `what`
+    may also be "grad", with `of=` a number of the output. `edit` makes a program of each capture:
     `lambda prog: prog.expand("scaleddotproductattention")`. `inputs` says what of a batch the model is given.
 
     >>> features = extract(torch.nn.Linear(2, 3), torch.ones(5, 2), "linear_1")
@@ -89,12 +89,14 @@ def extract(
     with alike():
         first = reader.first()
         asked = Asked(source.batch_size, reader.total, shard_bytes, torch.get_num_threads(), edit, inputs, known)
-        plan = plan_of(first, values, asked)
+        found = values(first.call)
+        plan = plan_of(first, found[0], values, asked)
         target = target_of(plan, to)
         done = target.begin(known, resume, overwrite)
         if done is None:
             return _as_labelled(Features.open(to), known)
-        run = Extraction(reader, values, target, done)
+        run = Extraction(reader, values, target, done, {first.first: as_stored(*found, first.call, plan)})
+        del found
         if executor is not None:
             run.elsewhere(executor, progress, scratch, retries)
         run.here(progress if executor is None else False)
@@ -153,6 +155,7 @@ class Extraction:
     values: LayerValues
     target: Target
     accounts: dict[int, Account]
+    known: dict[int, BatchValues]  # by the first row of a batch: those that are computed already
     _ended_at: int = field(default=0, init=False)  # the rows of data whose number nobody knew
 
     def __attrs_post_init__(self) -> None:
@@ -216,7 +219,9 @@ class Extraction:
                 )
             self._keep(shard, tick)
 
-    def _values_of(self, batch: Batch) -> Any:
+    def _values_of(self, batch: Batch) -> BatchValues:
+        if (known := self.known.pop(batch.first, None)) is not None:
+            return known
         try:
             return values_of(self.values, batch.call, self.plan)
         except Exception as error:

@@ -8,18 +8,21 @@ that is counted. A process that has the programs alone says `Left` then.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from .._capture.rerun.run import capture_without_effects
+from .._edit.select import SaveSpec
 from .._ir.trees import freeze_deep
+from .._layers.name_resolution import as_list
 from .._layers.naming import label_nodes
+from .._replay.record import keeping_only
 from ..errors import BadSource, DivergedReplay, InputMismatch
 from ..program import Program
-from .asked_layers import Asked, asked_layers, named_values, require_same
+from .asked_layers import Asked, asked_layers, named_values, nodes_of, require_same
 from .model_inputs import Call
 from .reduction import PerLayer, Reduction
 
@@ -45,9 +48,10 @@ class Wish:
 class Route:
     """The program of one shape of batch: whole, and cut behind the layers asked for."""
 
-    whole: Any
-    cut: Any  # its output are the layers; None if activations are not asked for
+    model_name: str
     asked: tuple[Asked, ...]
+    whole: Any = None  # kept if gradients are asked for
+    cut: Any = None  # its output are the layers; None if activations are not asked for
 
 
 @frozen(eq=False)
@@ -80,47 +84,43 @@ class LayerValues:
 
     def __call__(self, call: Call) -> tuple[dict[str, torch.Tensor], bool]:
         """The values by array, and whether the model had to run because the batch left the recorded path."""
-        route = self.route(call)
+        route, given = self._route(call)
         try:
-            return self._values(route, call), False
+            return self._values(route, call, given), False
         except (DivergedReplay, InputMismatch):
             if self.make is None:
                 raise Left from None
-            return self._values_of_model(self.make, call), True
+        route, given = self._made(call, is_other_path=True)
+        return self._values(route, call, given), True
 
     def route(self, call: Call) -> Route:
         """The program for calls of this shape."""
-        key = shape_key(call)
+        return self._route(call)[0]
+
+    def _route(self, call: Call) -> tuple[Route, Any]:
+        """The program for calls of this shape; what its layers give for this very call, if it is new."""
+        key, given = shape_key(call), None
         if key not in self.routes:
-            if self.make is None:
-                raise Left
-            self.routes[key] = self._same(self.make(call))
+            self.routes[key], given = self._made(call)
             if len(self.routes) > KEPT:
                 self.routes.popitem(last=False)
         self.routes.move_to_end(key)
-        return self.routes[key]
+        return self.routes[key], given
 
-    def _same(self, route: Route) -> Route:
-        """A route whose labels mean what those of the first one mean."""
+    def _made(self, call: Call, is_other_path: bool = False) -> tuple[Route, Any]:
+        """A new route, whose labels mean what those of the first one mean."""
+        if self.make is None:
+            raise Left
+        route, given = self.make(call, is_other_path)
         self.first = self.first or route.asked
         require_same(self.first, route.asked)
-        return route
+        return route, given
 
-    def _values(self, route: Route, call: Call) -> dict[str, torch.Tensor]:
+    def _values(self, route: Route, call: Call, given: Any) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         if route.cut is not None:
-            found |= self._named(route, list(route.cut(*call.args, **call.kwargs).output), "activation")
-        if "grad" in self.wish.what:
-            found |= self._named(route, _gradients(route, call, self.wish.of), "grad")
-        return found
-
-    def _values_of_model(self, make: RouteMaker, call: Call) -> dict[str, torch.Tensor]:
-        """The values of a batch that leaves the recorded path: those of a capture of its own."""
-        route = self._same(make(call, keeps_values=True))
-        found: dict[str, torch.Tensor] = {}
-        if route.cut is not None:
-            values = [route.whole[place].value for asked in route.asked for place in asked.places]
-            found |= self._named(route, values, "activation")
+            values = given if given is not None else route.cut(*call.args, **call.kwargs).output
+            found |= self._named(route, list(values), "activation")
         if "grad" in self.wish.what:
             found |= self._named(route, _gradients(route, call, self.wish.of), "grad")
         return found
@@ -173,48 +173,56 @@ class RouteMaker:
     edit: Callable[[Any], Any] | None
     wish: Wish
 
-    def __call__(self, call: Call, keeps_values: bool = False) -> Route:
-        prog = self._captured(call, keeps_values)
-        if self.edit is not None:
-            prog = self.edit(prog)
-            if not isinstance(prog, Program):
-                raise TypeError(
-                    f"edit= is a function from a program to a program, and it returned {type(prog).__name__}."
-                )
-        return route_of(prog, self.wish)
+    def __call__(self, call: Call, is_other_path: bool = False) -> tuple[Route, Any]:
+        """The program, and what the layers give for this very call, if it was captured for it."""
+        if isinstance(self.model, Program):
+            fits = not is_other_path and not self.model._inputs(call.args, call.kwargs).mismatches
+            prog = self.model if fits else self._captured_again(self.model, call)
+        else:
+            fits, prog = False, self._captured(self.model, call)
+        route, given = self._cut(self._edited(prog))
+        return route, None if fits else given
 
-    def _captured(self, call: Call, keeps_values: bool) -> Any:
-        if not isinstance(self.model, Program):
-            with torch.set_grad_enabled(torch.is_grad_enabled() or "grad" in self.wish.what):
-                return captured(self.model, call.args, call.kwargs, keeps_values)
-        if not keeps_values and not self.model._inputs(call.args, call.kwargs).mismatches:
-            return self.model
-        beginning = self.model._beginning
-        if beginning is None:
-            raise InputMismatch(
-                f"{self._difference(call)}\nA program that was edited or loaded has one shape and one path, and does "
-                "not hold the model. Give extract the model, and the edits by edit=lambda prog: ...; or batches like "
-                "the recorded one."
-            )
-        made = captured(beginning.model, call.args, call.kwargs, keeps_values)
-        return made.apply(self.model.edits) if self.model.edits else made
+    def _edited(self, prog: Any) -> Any:
+        made = prog if self.edit is None else self.edit(prog)
+        if not isinstance(made, Program):
+            raise TypeError(f"edit= is a function from a program to a program, and it returned {type(made).__name__}.")
+        return made
 
-    def _difference(self, call: Call) -> str:
-        """How a batch differs from the recorded inputs."""
-        found = self.model._inputs(call.args, call.kwargs).mismatches
-        return str(found[0].text) if found else "This batch leaves the recorded path."
+    def _cut(self, prog: Any) -> tuple[Route, Any]:
+        """The program cut behind the layers that are asked for, which keeps no value of this batch but the inputs."""
+        asked = asked_layers(prog, self.wish.layers)
+        made = Route(prog.graph.model_name, asked, prog if "grad" in self.wish.what else None)
+        if "activation" not in self.wish.what:
+            return made, None
+        cut = prog.slice(to=tuple([name for one in asked for name in one.places]))
+        bare = Program(_record=keeping_only(cut._record, frozenset()), _history=cut.history)
+        return evolve(made, cut=bare), cut.output
+
+    def _captured_again(self, prog: Any, call: Call) -> Any:
+        """A program like the one that was given, for a call that does not fit it."""
+        if prog._beginning is None:
+            found = prog._inputs(call.args, call.kwargs).mismatches
+            raise InputMismatch(f"{found[0].text if found else 'This batch leaves the recorded path.'}\n{ONE_SHAPE}")
+        made = self._captured(prog._beginning.model, call)
+        return made.apply(prog.edits) if prog.edits else made
+
+    def _captured(self, model: Any, call: Call) -> Any:
+        """The program of one forward, after which the model, its buffers and the generators are as before. It keeps the
+        values of the layers that are asked for, if their names are those of the model.
+        """
+        words = as_list(self.wish.layers) if self.edit is None and not isinstance(self.model, Program) else []
+        keys = words if all(isinstance(word, str) for word in words) else []
+        with torch.set_grad_enabled("grad" in self.wish.what):
+            recorded = capture_without_effects(model, call.args, dict(call.kwargs), label_nodes, SaveSpec(tuple(keys)))
+        made = Program(_captured=recorded, _keeps_nothing=not keys)
+        if keys:
+            nodes = nodes_of(made, asked_layers(made, self.wish.layers))
+            made = made._derived(keeping_only(made._record, nodes), None, _beginning=made._beginning)
+        return made
 
 
-def captured(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeps_values: bool = False) -> Any:
-    """The program of one forward, after which the model, its buffers and the generators are as before."""
-    recorded = capture_without_effects(model, args, dict(kwargs), label_nodes)
-    made = Program(_captured=recorded, _keeps_nothing=not keeps_values)
-    made._record  # noqa: B018  values go now
-    return made
-
-
-def route_of(prog: Any, wish: Wish) -> Route:
-    """The program cut behind the layers that are asked for."""
-    asked = asked_layers(prog, wish.layers)
-    names = tuple([name for one in asked for name in one.places])
-    return Route(prog, prog.slice(to=names) if "activation" in wish.what else None, asked)
+ONE_SHAPE = (
+    "A program that was edited or loaded has one shape and one path, and does not hold the model. Give extract the "
+    "model, and the edits by edit=lambda prog: ...; or batches like the recorded one."
+)

@@ -39,8 +39,12 @@ class Shard:
 
 
 def values_of(values: LayerValues, call: Call, plan: Plan) -> BatchValues:
-    """What a batch gives, as it is stored. Raises if it does not fit the arrays that were begun."""
-    tensors, is_rerun = values(call)
+    """What a batch gives, as it is stored."""
+    return as_stored(*values(call), call, plan)
+
+
+def as_stored(tensors: Mapping[str, torch.Tensor], is_rerun: bool, call: Call, plan: Plan) -> BatchValues:
+    """The values of layers for a batch as they are stored. Raises if they do not fit the arrays that were begun."""
     planned = {one.name: one for one in plan.arrays}
     labels = {name: label for name, label in call.labels.items() if name in planned}
     if missing := [name for name in planned if name not in tensors and name not in labels]:

@@ -42,7 +42,7 @@ from .._ir.interrupts import exclusive_generator
 from .._ir.label import unused_name
 from .._ir.location import Location
 from .._ir.memory import writable_copy
-from .._ir.node import Call, Const, Guard, Node, Ref, State, TensorSpec, filled, refs_of, specs_of, value_of
+from .._ir.node import Call, Const, Guard, Node, Ref, State, TensorSpec, filled, refs_in, refs_of, specs_of, value_of
 from .._ir.runtime import alias
 from .._ir.target import Target
 from .._ir.trees import Branch, freeze_deep, thaw
@@ -64,7 +64,7 @@ from .guards import (
 )
 from .inputs import new_state, state_node
 from .interpreter import modes, recorded_environment
-from .record import Record, Versions, with_values
+from .record import Record, Versions, recomputed, with_values
 from .replay import execute
 from .request import Request
 
@@ -291,7 +291,9 @@ def slice_record(record: Record, starts: Sequence[Any] | None, output: Any) -> D
         saved=record.saved,
         places=record.places,
     )
-    return fresh, filled(made.graph.output, fresh.value)
+    missing = [ref for ref in refs_in(made.graph.output) if ref not in values]
+    found = recomputed(fresh, missing) if missing else {}
+    return fresh, filled(made.graph.output, lambda ref: found[ref] if ref in found else fresh.value(ref))
 
 
 @frozen(eq=False)

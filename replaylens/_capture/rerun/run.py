@@ -17,6 +17,7 @@ import torch
 from attrs import evolve, frozen
 from torch import nn
 
+from ..._edit.select import SAVE_EVERYTHING, SaveSpec
 from ..._ir.autograd import as_leaf
 from ..._ir.equality import REPEATED_FORWARD
 from ..._ir.graph import Graph
@@ -46,6 +47,7 @@ from ..capture import (
     require_supported,
     trace_twice,
 )
+from ..memory_saving import memory_saving_tracer, stop_observing
 from ..provenance import Provenance, StartMark, reaches_scripts
 from ..recorder import geometry_of
 from ..recording import Recording, ValueId
@@ -53,6 +55,7 @@ from ..rng import caller_generators
 from ..scopes import addresses, exclusive
 from ..snapshot import ForwardState, ModelState, RngState, Snapshot
 from ..state_changes import LATE_WRITE, held_tensor, tensor_at
+from ..tracer import Tracer
 from ..writes import WRITTEN_THROUGH_DATA
 from .live_patches import LivePatch, LivePatches, MatchingSites, is_output_alias_node, live_patch_at, live_patches_of
 from .patching_tracer import LiveSetup, PatchingTracer
@@ -83,14 +86,20 @@ def has_scripts(model: Any) -> bool:
     return any(isinstance(one, torch.jit.ScriptModule) for one in origins.modules) or reaches_scripts(origins)
 
 
-def capture_without_effects(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming) -> Captured:
-    """Captures and leaves nothing behind, not even what a plain forward leaves."""
+def capture_without_effects(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming, wish: SaveSpec = SAVE_EVERYTHING
+) -> Captured:
+    """Captures and leaves nothing behind, not even what a plain forward leaves. What `wish` does not mean is freed
+    meanwhile.
+    """
     require_supported(model)
     require_no_iterators(args, kwargs)
 
     def _capture_without_effects(turn: Turn) -> Captured:
         start = ForwardState(model, naming, Snapshot(Provenance(model).modules, (args, kwargs)), RngState())
-        captured, _ = _run(turn, start, args, kwargs, LiveSetup(LivePatches(), {}, lambda tracer: []))
+        setup = LiveSetup(LivePatches(), {}, lambda tracer: [])
+        captured, _ = _run(turn, start, args, kwargs, setup, wish=wish)
+        stop_observing(captured.recording)
         start.generators = tuple(captured.recording.rng.generators.values())
         start.lent = frozenset(map(id, caller_generators(model, args, kwargs)))
         start.snapshot.flags = flags_before(captured.recording)
@@ -294,19 +303,30 @@ def _patched_outputs(request: Request, recorded: Graph, graph: Graph, get: Calla
 
 
 def _run(
-    turn: Turn, start: ForwardState, args: Any, kwargs: Any, setup: LiveSetup, inputs_are_new: bool = False
-) -> tuple[Captured, PatchingTracer]:
-    """Runs the model once from its ForwardState, and restores its present state and the generators.
+    turn: Turn,
+    start: ForwardState,
+    args: Any,
+    kwargs: Any,
+    setup: LiveSetup,
+    inputs_are_new: bool = False,
+    wish: SaveSpec = SAVE_EVERYTHING,
+) -> tuple[Captured, Any]:
+    """Runs the model once from its ForwardState, and restores its present state and the generators. Also the tracer:
+    one that patches, unless values are freed.
 
     `inputs_are_new`: the inputs are not those of the recorded forward, and keep their present content.
     """
-    tracers: list[PatchingTracer] = []
+    tracers: list[Any] = []
     inputs = Snapshot((), (args, kwargs)) if inputs_are_new else None
     origins, dtype = Provenance(start.model), torch.get_default_dtype()
     model_state = ModelState(origins.modules, (args, kwargs), start)
 
     def new_tracer(recording: Recording, own: Provenance, date: StartMark, deep: bool, unknown: str) -> PatchingTracer:
         tracers.append(PatchingTracer(recording, own, date, deep, unknown, setup))
+        return tracers[-1]
+
+    def new_saving_tracer(*about: Any) -> Tracer:
+        tracers.append(memory_saving_tracer(wish)(*about))
         return tracers[-1]
 
     def leave() -> None:
@@ -336,8 +356,10 @@ def _run(
             begin()
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 origins = Provenance(start.model)  # of the restored model
-                captured = trace_twice(TraceRequest(start.model, args, kwargs, start, new_tracer), begin_again, origins)
-            recording, unwritten = captured.recording, tracers[-1].patched_state
+                first = new_tracer if wish.everything else new_saving_tracer
+                request = TraceRequest(start.model, args, kwargs, start, first, new_tracer)
+                captured = trace_twice(request, begin_again, origins)
+            recording, unwritten = captured.recording, getattr(tracers[-1], "patched_state", ())
             recording.state.changes = [
                 (where, last) for where, last in recording.state.changes if last not in unwritten
             ]
