@@ -68,7 +68,15 @@ from replaylens._edit.patch import (
 )
 from replaylens._edit.rewrite import prune as prune, reading as reading, renamed as renamed, replace as replace
 from replaylens._extract.data_source import data_source as data_source
+from replaylens._extract.function_text import function_text as function_text
 from replaylens._extract.model_inputs import Forward as Forward, call_with as call_with
+from replaylens._extract.projection import SRP as SRP
+from replaylens._extract.reduction import (
+    PerLayer as PerLayer,
+    Reduction as Reduction,
+    steps_of as steps_of,
+    torch_dtype as torch_dtype,
+)
 from replaylens._extract.row_labels import (
     digest_of as digest_of,
     known_labels as known_labels,

@@ -22,7 +22,7 @@ from .._layers.format import Table, format_bytes, format_passes
 from ..errors import BadFeatures, BadFile, NoSuchLayer
 from .handover import as_dataset, as_frame, as_matrix, as_rdms, as_xarray
 from .lazy_array import Array, ChunkFiles, LazyArray
-from .zarr_layout import FORMAT, dimension_names, folder_name, read_array_document, read_text_bytes
+from .zarr_layout import FORMAT, ArrayLayout, dimension_names, folder_name, read_array_document, read_text_bytes
 
 
 @frozen(eq=False, repr=False)
@@ -61,7 +61,9 @@ class Features(Mapping[str, LazyArray]):
     @property
     def rows(self) -> int:
         """How many stimuli there are, those that an unfinished extraction has not come to included."""
-        return int(self.attributes["rows"]) if "rows" in self.attributes else max(map(len, self.values()), default=0)
+        if self.is_complete and "rows" in self.attributes:
+            return int(self.attributes["rows"])
+        return max(map(len, self.values()), default=0)
 
     @property
     def reruns(self) -> int:
@@ -219,8 +221,8 @@ def _reduced(known: Mapping[str, Any], name: str) -> str | None:
 
 def _dims(name: str, values: Array, known: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the axes of an array: those that are given, or those that a file would have."""
-    given = known.get(name, {}).get("dims")
-    return tuple(given) if given else dimension_names(name, [None] * (values.ndim - 1))
+    given = known.get(name, {}).get("dims", ())
+    return tuple(given) if len(given) == values.ndim else dimension_names(name, [None] * (values.ndim - 1))
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -230,52 +232,100 @@ _CURE = "Give the folder that extract(..., to=) wrote."
 
 def _open_zarr(cls: type[Features], folder: Path) -> Features:
     """A zarr group: arrays in chunk files, texts in one chunk each."""
-    found = _attributes(_document(folder / "zarr.json").get("attributes", {}).get("replaylens"), folder)
-    arrays = {name: _zarr_array(folder, name, bool(found["complete"])) for name in found["arrays"]}
-    labels = {name: _zarr_label(folder / folder_name(name)) for name in found["labels"]}
+    said = _document(folder / "zarr.json").get("attributes")
+    found = _attributes(said.get("replaylens") if isinstance(said, dict) else None, folder)
+    arrays = {name: _zarr_array(folder, name, found) for name in found["arrays"]}
+    labels = {name: _zarr_label(folder, name, found) for name in found["labels"]}
     return cls(arrays, {name: one for name, one in labels.items() if one is not None}, found, str(folder))
 
 
-def _zarr_array(folder: Path, name: str, is_complete: bool) -> LazyArray:
+def _zarr_array(folder: Path, name: str, said: Mapping[str, Any]) -> LazyArray:
     place = folder / folder_name(name)
-    document = _document(place / "zarr.json")
-    try:
-        layout = read_array_document(document)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise BadFile(
-            f"{place} is not as replaylens writes an array ({error}). xarray.open_zarr may read it."
-        ) from error
+    layout = _layout(place, said)
     if layout.dtype is None:
-        raise BadFile(f"{place} holds text, and is said to hold activations. xarray.open_zarr may read it.")
-    chunks = ChunkFiles(place, layout, is_complete)
+        raise BadFile(f"{place} holds text, and is said to hold activations. {_ELSEWHERE}")
+    chunks = ChunkFiles(place, layout, said["complete"])
     return LazyArray(name, layout.shape, layout.dtype, layout.dims, layout.chunk_rows, chunks)
 
 
-def _zarr_label(place: Path) -> Array | None:
+def _layout(place: Path, said: Mapping[str, Any]) -> ArrayLayout:
+    """How an array lies in its folder, which must be as an extraction writes it."""
+    try:
+        layout = read_array_document(_document(place / "zarr.json"))
+        if said["complete"] and layout.shape[0] != said["rows"]:
+            raise ValueError(f"it has {layout.shape[0]} rows, and all have {said['rows']}")
+        if layout.chunks > _MOST_CHUNKS:
+            raise ValueError(f"it has {layout.chunks} chunks")
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        if isinstance(error, BadFile):
+            raise
+        raise BadFile(f"{place} is not as replaylens writes an array ({error}). {_ELSEWHERE}") from error
+    return layout
+
+
+_ELSEWHERE = "xarray.open_zarr may read it."
+_MOST_CHUNKS = 10**7
+
+
+def _zarr_label(folder: Path, name: str, said: Mapping[str, Any]) -> Array | None:
     """A label of all rows; None where it is not written yet."""
-    if not (place / "zarr.json").is_file():
+    place = folder / folder_name(name)
+    if not said["complete"] and not (place / "zarr.json").is_file():
         return None
-    layout = read_array_document(_document(place / "zarr.json"))
-    if layout.dtype is not None:
-        found: Array = LazyArray(
-            place.name, layout.shape, layout.dtype, layout.dims, layout.chunk_rows, ChunkFiles(place, layout, False)
-        )[...]
-        return found
-    pieces = [place / layout.chunk_path(number) for number in range(layout.chunks)]
-    texts = [text for piece in pieces if piece.is_file() for text in read_text_bytes(piece.read_bytes())]
-    return np.array(texts[: layout.shape[0]], dtype=str)
+    layout = _layout(place, said)
+    chunks = ChunkFiles(place, layout, said["complete"])
+    if layout.dtype is None:
+        return _texts(place, layout, said)
+    pieces = [chunks.chunk(number) for number in range(layout.chunks)]
+    if any(one is None for one in pieces):  # no whole number says that it is missing
+        pieces = [np.full(layout.chunk_rows, np.nan) if one is None else one.astype(np.float64) for one in pieces]
+    return np.concatenate([np.empty(0, layout.dtype), *[one for one in pieces if one is not None]])[: layout.shape[0]]
+
+
+def _texts(place: Path, layout: ArrayLayout, said: Mapping[str, Any]) -> Array | None:
+    """The texts of a label; None where they are not all written yet."""
+    files = [place / layout.chunk_path(number) for number in range(layout.chunks)]
+    try:
+        texts = [text for one in files for text in read_text_bytes(one.read_bytes())][: layout.shape[0]]
+        if len(texts) == layout.shape[0]:
+            return np.array(texts, dtype=str)
+    except (OSError, ValueError) as error:
+        if said["complete"]:
+            raise BadFile(f"the texts in {place} cannot be read ({error}). {_AGAIN}") from error
+        return None
+    raise BadFile(f"{place} holds {len(texts)} texts for {layout.shape[0]} rows. {_AGAIN}")
+
+
+_AGAIN = "Extract them again with overwrite=True."
 
 
 def _open_npy(cls: type[Features], folder: Path) -> Features:
     """A folder of .npy files, each mapped as it is."""
     found = _attributes(_document(folder / "features.json"), folder)
-    arrays = {}
-    for name in found["arrays"]:
-        values = np.load(folder / f"{folder_name(name)}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        arrays[name] = LazyArray.of(name, values, _dims(name, values, found["arrays"]))
-    labels = {name: folder / "labels" / f"{folder_name(name)}.npy" for name in found["labels"]}
-    read = {name: np.load(one, allow_pickle=False) for name, one in labels.items() if one.is_file()}
-    return cls(arrays, read, found, str(folder))
+    loaded = {name: _npy(folder / f"{folder_name(name)}.npy", found) for name in found["arrays"]}
+    arrays = {name: LazyArray.of(name, values, _dims(name, values, found["arrays"])) for name, values in loaded.items()}
+    labels = {name: _npy(folder / "labels" / f"{folder_name(name)}.npy", found) for name in found["labels"]}
+    return cls(arrays, {name: np.array(values) for name, values in labels.items()}, found, str(folder))
+
+
+def _npy(path: Path, said: Mapping[str, Any]) -> Array:
+    """An array in its file, mapped unless it is empty."""
+    try:
+        with open(path, "rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(file)
+        if shape[:1] != (said["rows"],):
+            raise ValueError(f"its shape is {shape}, and there are {said['rows']} rows")
+        if dtype.hasobject:
+            raise ValueError("it holds objects")
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+    except FileNotFoundError:
+        raise BadFile(f"{path} is missing. {_AGAIN}") from None
+    except (OSError, ValueError, EOFError, OverflowError) as error:
+        raise BadFile(f"{path} cannot be read: {error}. {_AGAIN}") from error
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -283,7 +333,7 @@ def _document(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadFile(f"{path} is missing. {_CURE}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadFile(f"{path} is no JSON: {error}.") from error
     return found if isinstance(found, dict) else {}
 
@@ -292,9 +342,21 @@ def _attributes(found: Any, folder: Path) -> dict[str, Any]:
     """What an extraction says of itself."""
     if not isinstance(found, dict) or "format" not in found:
         raise BadFeatures(f"{folder} holds no features of replaylens: nothing there says how they were made. {_CURE}")
-    if not isinstance(found["format"], int) or found["format"] > FORMAT:
+    if type(found["format"]) is not int or found["format"] > FORMAT:
         raise BadFile(
-            f"{folder} has version {found['format']} of the format, and this replaylens reads up to {FORMAT}. "
+            f"{folder} has version {found['format']!r:.20} of the format, and this replaylens reads up to {FORMAT}. "
             "Install a newer one: pip install -U replaylens"
         )
+    arrays, labels, rows = found.get("arrays"), found.get("labels"), found.get("rows")
+    is_whole = isinstance(arrays, dict) and all(map(_is_row, arrays.values())) and type(found.get("complete")) is bool
+    if not (is_whole and _are_texts(labels) and type(rows) is int and rows >= 0 and type(found.get("reruns")) is int):
+        raise BadFile(f"{folder} does not say what arrays, labels and rows it has. {_CURE}")
     return found
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and _are_texts(row.get("dims", []))
+
+
+def _are_texts(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(one, str) for one in found)

@@ -6,6 +6,7 @@ as they were stored, except for rsatoolbox, which computes in float64.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +23,11 @@ def as_xarray(arrays: Mapping[str, LazyArray], labels: Mapping[str, Array], attr
     """A Dataset as xarray.open_zarr gives it: a variable for each array, labels as coordinates of the stimuli."""
     values = {name: (array.dims, _as_lazy(array)) for name, array in arrays.items()}
     coords = {name: (ROWS, label) for name, label in labels.items()}
-    return optional("xarray", "extract").Dataset(values, coords, {"replaylens": dict(attributes)})
+    said = {
+        "model": str(attributes.get("model", "")),
+        "replaylens": json.dumps(dict(attributes)),
+    }  # which netCDF takes too
+    return optional("xarray", "extract").Dataset(values, coords, said)
 
 
 def _as_lazy(array: LazyArray) -> Any:
@@ -65,12 +70,22 @@ def as_dataset(array: LazyArray, labels: Mapping[str, Array], descriptors: Mappi
     """A Dataset of rsatoolbox; a TemporalDataset of an array with a time axis, which has the time last there."""
     data, observations = optional("rsatoolbox.data", "rsa"), dict(labels)
     if array.has_time:
-        values = np.moveaxis(array[...], 1, -1).astype(np.float64)
-        values = values.reshape(len(array), -1, values.shape[-1])
+        values = np.moveaxis(array[...], 1, -1)
+        values = real_numbers(values.reshape(len(array), -1, values.shape[-1]), array.name)
         time = {"time": np.arange(values.shape[-1])}
         return data.TemporalDataset(values, dict(descriptors), observations, _units(values), time)
-    values = as_matrix(array).astype(np.float64)
+    values = real_numbers(as_matrix(array), array.name)
     return data.Dataset(values, dict(descriptors), observations, _units(values))
+
+
+def real_numbers(values: Array, name: str) -> Array:
+    """Values in float64. Raises if they have an imaginary part."""
+    if values.dtype.kind == "c":
+        raise BadFeatures(
+            f"{name} holds complex numbers, which no dissimilarity or linear readout here takes. Give their absolute "
+            "values: abs(features[layer][...])."
+        )
+    return values.astype(np.float64)
 
 
 def _units(values: Array) -> dict[str, Array]:
@@ -86,7 +101,7 @@ def as_rdms(arrays: Sequence[LazyArray], labels: Mapping[str, Array], method: st
     rdm = optional("rsatoolbox.rdm", "rsa")
     if not arrays:
         raise BadFeatures("there is no layer to compare: these features have no arrays.")
-    found = [rdm.calc_rdm(as_dataset(one, labels, {"layer": one.name}), method, **options) for one in arrays]
+    found = [rdm.calc_rdm(_finite(as_dataset(one, labels, {"layer": one.name})), method, **options) for one in arrays]
     return rdm.RDMs(
         np.concatenate([one.dissimilarities for one in found]),
         dissimilarity_measure=found[0].dissimilarity_measure,
@@ -94,3 +109,18 @@ def as_rdms(arrays: Sequence[LazyArray], labels: Mapping[str, Array], method: st
         rdm_descriptors={"layer": [one.name for one in arrays]},
         pattern_descriptors=found[0].pattern_descriptors,
     )
+
+
+def _finite(dataset: Any) -> Any:
+    """The dataset. Raises if a value is none that can be compared."""
+    require_finite(dataset.measurements, repr(dataset.descriptors["layer"]))
+    return dataset
+
+
+def require_finite(values: Array, name: str) -> None:
+    """Raise if a value is NaN or infinite."""
+    if wrong := int((~np.isfinite(values.reshape(len(values), -1))).any(1).sum()) if values.size else 0:
+        raise BadFeatures(
+            f"{wrong} of the {len(values)} rows of {name} hold NaN or infinities. Leave these rows out; if they are of "
+            "features that are not complete, run the same extract() again: it goes on where it stopped."
+        )

@@ -18,7 +18,7 @@ import torch
 from attrs import field, frozen
 
 from ..errors import BadFeatures, BadFile
-from .zarr_layout import ArrayLayout, fill_value
+from .zarr_layout import ArrayLayout, fill_value, is_time
 
 Array = np.ndarray[Any, Any]
 
@@ -126,7 +126,7 @@ class LazyArray:
     @property
     def has_time(self) -> bool:
         """True if its second axis is that of the passes of a layer."""
-        return self.dims[1:2] == ("time",)
+        return len(self.dims) > 1 and is_time(self.dims[1])
 
     def at_step(self, step: int) -> LazyArray:
         """What it is at one step of its time, from 0; named as the pass is, `relu_1:1`."""

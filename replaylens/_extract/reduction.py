@@ -19,6 +19,7 @@ from .._ir.util import add_note, is_glob, matches
 from ..errors import BadPart, NoSuchLayer
 from .function_text import function_text
 from .projection import SRP, Matrices, projected
+from .zarr_layout import is_time
 
 HOW = ("mean", "sum", "max", "min", "first", "last")
 PCA_CURE = (
@@ -53,6 +54,8 @@ class PatternStep:
         return made
 
     def _require_fit(self) -> None:
+        if any(name.is_bracketed for name in (*self.left.names, *self.right.names)):
+            raise BadPart(f"in {self.text!r} brackets address parts, and a reduction has none. Leave them out.")
         if any(self.left.packed):
             raise BadPart(
                 f"in {self.text!r} the left side packs axes. Give a function that reshapes the value instead."
@@ -85,7 +88,8 @@ class PatternStep:
         """The names of the axes behind the first; None where the pattern does not tell how many there are."""
         if None in self.right.groups:
             return None
-        return tuple(["_".join(map(str, group or ())) or None for group in self.right.groups[1:]])
+        found = ["_".join([name.word for name in group or () if name.word != "1"]) for group in self.right.groups[1:]]
+        return tuple([None if not axis or is_time(axis) else axis for axis in found])
 
 
 def _axes_in(group: Any, axes: tuple[Axis, ...]) -> list[Axis]:
@@ -152,7 +156,7 @@ class Reduction:
         try:
             made = projected(step, value, self.layer, self._matrices) if isinstance(step, SRP) else step(value)
         except BadPart as error:
-            raise BadPart(f"reduce= does not fit {self.layer}, which gives {shape}: {error}.") from error
+            raise BadPart(f"reduce={_text(step)!r} does not fit {self.layer}, which gives {shape}: {error}.") from error
         except Exception as error:
             add_note(error, f"replaylens: raised by reduce= for {self.layer}, which gives {shape} {value.dtype}.")
             raise
@@ -166,13 +170,17 @@ class Reduction:
     @property
     def text(self) -> str | None:
         """The steps in words, None if there are none."""
-        return ", ".join([repr(one) if isinstance(one, SRP) else one.text for one in self.steps]) or None
+        return ", ".join(map(_text, self.steps)) or None
 
     def axes(self, count: int) -> tuple[str | None, ...]:
         """The names of this many axes behind the first, None for each that has none."""
         last = self.steps[-1] if self.steps else None
         found = last.axes if isinstance(last, PatternStep) else None
         return found if found is not None and len(found) == count else (None,) * count
+
+
+def _text(step: Step) -> str:
+    return repr(step) if isinstance(step, SRP) else step.text
 
 
 def steps_of(reduce: Any) -> tuple[Step, ...]:

@@ -14,6 +14,7 @@ import torch
 
 from .._ir.util import optional
 from ..errors import BadFeatures
+from .handover import real_numbers, require_finite
 from .lazy_array import Array
 
 
@@ -73,15 +74,13 @@ def _squared_products(x: Array, y: Array) -> float:
 
 def matrix(x: Any, name: str) -> Array:
     """Stimuli and units, in float64. Raises if a value is missing."""
-    given = x.detach().cpu().double().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+    given = x.detach().cpu() if isinstance(x, torch.Tensor) else np.asarray(x)
+    if isinstance(given, torch.Tensor):
+        given = (given if given.is_complex() else given.double()).resolve_conj().resolve_neg().numpy()
     if not given.ndim:
         raise BadFeatures(
             f"{name} is one number, and no values of stimuli: give an array with a row for each stimulus."
         )
-    values: Array = given.reshape(len(given), -1 if given.size else 0).astype(np.float64)
-    if missing := int(np.isnan(values).any(1).sum()):
-        raise BadFeatures(
-            f"{missing} of the {len(values)} rows of {name} hold NaN. Leave these rows out; if they are of features "
-            "that are not complete, run the same extract() again: it goes on where it stopped."
-        )
+    values = real_numbers(given.reshape(len(given), -1 if given.size else 0), name)
+    require_finite(values, name)
     return values

@@ -8,13 +8,13 @@ integers).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 from attrs import frozen
@@ -22,6 +22,7 @@ from attrs import frozen
 FORMAT = 1
 ROWS = "stimulus"  # the name of the first axis of every array
 
+_LONGEST = 200  # bytes of a file's name: of 255 that most systems take, with room for ".npy"
 _OTHER = re.compile(r"[^A-Za-z0-9._:-]")
 _KINDS = "biufc"
 
@@ -51,14 +52,26 @@ class ArrayLayout:
 
 
 def folder_name(array: str) -> str:
-    """The name of an array as that of a file: what is no letter, digit or one of `._-:` is written as %XX."""
+    """The name of an array as that of a file: what is no letter, digit or one of `._-:` is written as %XX, and so is
+    what zarr keeps for itself. The end of a name that no file may have is a digest.
+    """
     name = _OTHER.sub(lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()), array)
-    return "%2E" + name[1:] if name[:1] == "." else name
+    if name[:1] == "." or name[:2] == "__" or name.casefold() == "zarr.json":
+        name = f"%{ord(name[0]):02X}{name[1:]}"
+    return (
+        name if len(name) <= _LONGEST else f"{name[: _LONGEST - 18]}%{hashlib.sha256(array.encode()).hexdigest()[:17]}"
+    )
 
 
-def array_name(folder: str) -> str:
-    """The name of the array that has this folder."""
-    return unquote(folder)
+def clashes(arrays: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of arrays that would be one file where upper and lower case are one."""
+    known: dict[str, str] = {}
+    found = []
+    for array in arrays:
+        other = known.setdefault(folder_name(array).casefold(), array)
+        if other != array:
+            found.append((other, array))
+    return found
 
 
 def fill_value(dtype: np.dtype[Any]) -> Any:
@@ -118,7 +131,12 @@ def read_array_document(document: Mapping[str, Any]) -> ArrayLayout:
     kind = document["data_type"]
     dtype = None if kind == "string" else np.dtype(kind)
     shape, chunk = document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"]
-    layout = ArrayLayout(tuple(shape), dtype, chunk[0], tuple(document["dimension_names"]))
+    if not all(type(size) is int and 0 <= size < 2**62 for size in (*shape, *chunk)) or math.prod(shape) >= 2**62:
+        raise ValueError(f"no array has the shape {shape} in chunks of {chunk}.")
+    names = document["dimension_names"]
+    if not all(type(name) is str for name in names) or len(names) != len(shape):
+        raise ValueError(f"its axes have the names {names}.")
+    layout = ArrayLayout(tuple(shape), dtype, chunk[0], tuple(names))
     if array_document(layout) != {**document, "attributes": {}}:
         raise ValueError("the array is cut or encoded in another way than replaylens does. Open it with zarr.")
     return layout
@@ -166,13 +184,18 @@ def read_text_bytes(data: bytes) -> list[str]:
 # -- axes ------------------------------------------------------------------------------------------------------------
 
 
+def is_time(axis: str | None) -> bool:
+    """True for the axis of the passes of a layer, whose name is not that of one array."""
+    return axis == "time" or re.fullmatch(r"time_of_\d+", axis or "") is not None
+
+
 def dimension_names(array: str, axes: Sequence[str | None]) -> tuple[str, ...]:
     """The names of all axes of an array, of which those behind the first are given: unlike those of any other array,
-    `fc_0`, or `fc_c` where the axis has a name. Only `time`, of the passes of a layer, is one for all arrays.
+    `fc_0`, or `fc_c` where the axis has a name. Only that of the passes of a layer is one for all arrays.
     """
-    shared = sum(axis == "time" for axis in axes)
+    shared = sum(map(is_time, axes))
     names = [
-        axis if axis == "time" else f"{array}_{number if axis is None else axis}"
+        axis if is_time(axis) else f"{array}_{number if axis is None else axis}"
         for number, axis in enumerate(axes, -shared)
     ]
-    return ROWS, *names
+    return ROWS, *[str(name) for name in names]
