@@ -459,9 +459,8 @@ class Program(ProgramBase):
         does not read is not computed. `memory` bounds the bytes of one pass. With `dry=True` nothing runs: the result
         has a `.plan` with the cost, and `.run()`.
 
-        `executor` runs the passes in other processes, and gives the same bits: anything with `submit(fn, *args)`, such
-        as a ProcessPoolExecutor or a client of Dask. A pass is not divided; a smaller `memory` makes more of them. See
-        `replaylens.sweep` for `scratch` and `retries`.
+        `executor` runs the passes in other processes: anything with `submit(fn, *args)`, such as a ProcessPoolExecutor
+        or a client of Dask. See `replaylens.sweep` for what that means, and for `scratch` and `retries`.
         """
         if not hasattr(variants, "items") or not variants:
             raise ReplaylensError("variants must be a non-empty mapping {key: patches}.")
@@ -554,8 +553,11 @@ class Program(ProgramBase):
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs. All keywords are passed to the model."""
+        return self._replay_on(inputs, named_inputs)
+
+    def _replay_on(self, inputs: tuple[Any, ...], named_inputs: dict[str, Any], fresh: bool = False) -> Run:
         given = self._inputs(inputs, named_inputs)
-        request = Request(given=given.tensors, mismatches=given.mismatches, inputs=given.whole)
+        request = Request(given=given.tensors, mismatches=given.mismatches, inputs=given.whole, fresh=fresh)
         whole = not given.tensors and not given.mismatches
         return self._replayed(evolve(request, whole=whole, on_divergence=self._when_diverged(None)))
 

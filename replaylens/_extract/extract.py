@@ -18,11 +18,12 @@ from attrs import define, field
 from .._ir.util import add_note
 from .._scale.distribute import distribute
 from .._sweep.batch_runner import progress_bar
+from .._sweep.task_draws import seeds_now
 from ..errors import BadExecutor, BadSource, PlanDiffers
 from .batch_reader import Batch, BatchReader, reader_of
 from .data_source import data_source
 from .extraction_plan import Plan
-from .feature_folder import Account, Target, require_target, target_of
+from .feature_folder import Account, Target, begun_plan, require_target, target_of
 from .features import Features
 from .first_batch import Asked, plan_of
 from .layer_values import LayerValues, RouteMaker, Wish
@@ -84,12 +85,14 @@ def extract(
         )
     reader = reader_of(source, Forward.of(model), inputs, total)
     known = known_labels(labels or {}, source.labels, reader.total)
-    values = LayerValues(wish, make=RouteMaker(model, edit, wish))
+    begun = None if overwrite or not resume else begun_plan(to)
+    seeds = (begun or {}).get("seeds") or seeds_now()
+    values = LayerValues(wish, make=RouteMaker(model, edit, wish), seeds=seeds)
     alike = _one_thread if _has_own_threads(executor) else _any_threads
     with alike():
         first = reader.first()
         asked = Asked(source.batch_size, reader.total, shard_bytes, torch.get_num_threads(), edit, inputs, known)
-        found = values(first.call)
+        found = values(first.call, first.first)
         plan = plan_of(first, found[0], values, asked)
         target = target_of(plan, to)
         done = target.begin(known, resume, overwrite)
@@ -223,7 +226,7 @@ class Extraction:
         if (known := self.known.pop(batch.first, None)) is not None:
             return known
         try:
-            return values_of(self.values, batch.call, self.plan)
+            return values_of(self.values, batch, self.plan)
         except Exception as error:
             add_note(error, f"replaylens: raised for rows {batch.first} to {batch.end - 1} of the data.")
             raise

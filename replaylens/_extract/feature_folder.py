@@ -367,13 +367,27 @@ def _npy_head(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
     return b"\x93NUMPY\x01\x00" + (whole - 10).to_bytes(2, "little") + text.encode("latin1")
 
 
-def target_of(plan: Plan, to: Any) -> Target:
+def target_of(plan: Plan, to: Any) -> Any:
     """Where `to=` says that features go."""
     if to is None:
         return Memory(plan)
-    path = Path(to)
-    kinds: dict[str, type[FeatureFolder]] = {".zarr": ZarrGroup, ".npy": NpyFolder}
-    return kinds[path.suffix](path.absolute(), plan)
+    path = Path(to).absolute()
+    return _KINDS[path.suffix](path, plan)
+
+
+_KINDS: dict[str, type[FeatureFolder]] = {".zarr": ZarrGroup, ".npy": NpyFolder}
+
+
+def begun_plan(to: Any) -> dict[str, Any] | None:
+    """The document of the plan with which what lies at `to` was begun, if it is ours."""
+    if to is None:
+        return None
+    folder = target_of(NO_PLAN, to)
+    found = folder.progress.plan or (folder.attributes or {}).get("plan")
+    return found if isinstance(found, dict) else None
+
+
+NO_PLAN = Plan((), 1, None, {})
 
 
 def require_target(to: Any) -> None:

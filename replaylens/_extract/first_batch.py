@@ -85,6 +85,7 @@ def _document(
         "torch": str(torch.__version__),
         "threads": asked.threads,
         "arrays": {one.name: {**one.row, "shape": list(one.shape), "dtype": one.dtype} for one in arrays},
+        "seeds": dict(values.seeds) if values.may_draw(route) else None,
         "of": _text(wish.of),
         "edit": _text(asked.edit),
         "inputs": _text(asked.inputs),

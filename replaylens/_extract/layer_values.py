@@ -8,7 +8,7 @@ that is counted. A process that has the programs alone says `Left` then.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from .._ir.trees import freeze_deep
 from .._layers.name_resolution import as_list
 from .._layers.naming import label_nodes
 from .._replay.record import keeping_only
+from .._sweep.task_draws import drawing_apart
 from ..errors import BadSource, DivergedReplay, InputMismatch
 from ..program import Program
 from .asked_layers import Asked, asked_layers, named_values, nodes_of, require_same
 from .model_inputs import Call
-from .reduction import PerLayer, Reduction
+from .reduction import FunctionStep, PerLayer, Reduction, Step
 
 KEPT = 64  # programs, one for each shape of batch
 
@@ -43,6 +44,11 @@ class Wish:
     reduce: PerLayer
     dtype: PerLayer
 
+    @property
+    def steps(self) -> Iterable[tuple[Step, ...]]:
+        """What is done with values, for each choice of layers."""
+        return list((self.reduce.choices or {}).values())
+
 
 @frozen(eq=False)
 class Route:
@@ -52,6 +58,12 @@ class Route:
     asked: tuple[Asked, ...]
     whole: Any = None  # kept if gradients are asked for
     cut: Any = None  # its output are the layers; None if activations are not asked for
+
+    @property
+    def draws(self) -> bool:
+        """True if the program draws random numbers."""
+        graph = (self.whole if self.cut is None else self.cut).graph
+        return any(call.draws is not None for call in graph.calls)
 
 
 @frozen(eq=False)
@@ -79,19 +91,33 @@ class LayerValues:
     wish: Wish
     routes: OrderedDict[Any, Route] = field(factory=OrderedDict)
     make: RouteMaker | None = None  # takes the model; None in a process that has only the programs
+    seeds: Mapping[str, int] = field(factory=dict)  # what the random numbers of each batch follow from
     origins: dict[str, Origin] = field(factory=dict)  # by array
     first: tuple[Asked, ...] = ()  # the layers of the first route
 
-    def __call__(self, call: Call) -> tuple[dict[str, torch.Tensor], bool]:
-        """The values by array, and whether the model had to run because the batch left the recorded path."""
+    def __call__(self, call: Call, first: int) -> tuple[dict[str, torch.Tensor], bool]:
+        """The values by array, and whether the model had to run because the batch left the recorded path. What is drawn
+        at random follows from the number of the first row.
+        """
         route, given = self._route(call)
-        try:
-            return self._values(route, call, given), False
-        except (DivergedReplay, InputMismatch):
-            if self.make is None:
-                raise Left from None
-        route, given = self._made(call, is_other_path=True)
-        return self._values(route, call, given), True
+        if not self.may_draw(route):
+            return self._found(route, call, given)
+        return drawing_apart(self.seeds, first, lambda: self._found(route, call, None))[0]
+
+    def may_draw(self, route: Route) -> bool:
+        """True if random numbers may be drawn."""
+        return route.draws or any(isinstance(step, FunctionStep) for steps in self.wish.steps for step in steps)
+
+    def _found(self, route: Route, call: Call, given: Any) -> tuple[dict[str, torch.Tensor], bool]:
+        if not (route.draws and "grad" in self.wish.what):  # else gradients are of the draws of the values
+            try:
+                return self._values(route, call, given), False
+            except (DivergedReplay, InputMismatch):
+                pass
+        if self.make is None:
+            raise Left
+        made, given = self._made(call, is_other_path=True)
+        return self._values(made, call, given), not route.draws
 
     def route(self, call: Call) -> Route:
         """The program for calls of this shape."""
@@ -119,7 +145,7 @@ class LayerValues:
     def _values(self, route: Route, call: Call, given: Any) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         if route.cut is not None:
-            values = given if given is not None else route.cut(*call.args, **call.kwargs).output
+            values = given if given is not None else _replayed(route, call)
             found |= self._named(route, list(values), "activation")
         if "grad" in self.wish.what:
             found |= self._named(route, _gradients(route, call, self.wish.of), "grad")
@@ -156,6 +182,11 @@ def _stacked(array: str, passes: list[torch.Tensor]) -> torch.Tensor:
             f"'{array}:1', or make them alike by reduce=."
         )
     return torch.stack(passes, 1)
+
+
+def _replayed(route: Route, call: Call) -> Any:
+    """What the layers give for a batch."""
+    return route.cut._replay_on(call.args, call.kwargs, fresh=route.draws).output
 
 
 def _gradients(route: Route, call: Call, of: Any) -> list[Any]:

@@ -8,7 +8,7 @@ has a batch of a shape that was not foreseen, or one that leaves the recorded pa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -31,6 +31,7 @@ class ShardJob:
     wish: Wish
     routes: tuple[tuple[Any, Route], ...]
     target: Target
+    seeds: Mapping[str, int]
     context: Context = field(factory=context_now)
 
     @staticmethod
@@ -38,7 +39,7 @@ class ShardJob:
         """What is sent. Of a program that is cut the whole is needed for gradients alone."""
         has_grads = "grad" in values.wish.what
         routes = [(key, route if has_grads else evolve(route, whole=None)) for key, route in values.routes.items()]
-        return ShardJob(reader.again(), values.wish, tuple(routes), target.bare())
+        return ShardJob(reader.again(), values.wish, tuple(routes), target.bare(), values.seeds)
 
 
 @frozen(eq=False)
@@ -51,7 +52,7 @@ class ShardAnswer:
 
 def prepared(job: ShardJob) -> Callable[[int], ShardAnswer | None]:
     """The function that makes a shard."""
-    values = LayerValues(job.wish, OrderedDict(job.routes))
+    values = LayerValues(job.wish, OrderedDict(job.routes), seeds=job.seeds)
 
     def work(number: int) -> ShardAnswer | None:
         with modes(job.context):
@@ -68,7 +69,7 @@ def _shard(job: ShardJob, values: LayerValues, number: int) -> Shard:
     rows = plan.rows_of(number)
     builder = ShardBuilder(plan, lambda other: other != number)
     for batch in job.reader.read(rows.start, rows.stop):
-        for shard in builder.add(batch.first, values_of(values, batch.call, plan)):
+        for shard in builder.add(batch.first, values_of(values, batch, plan)):
             return shard
     raise BadSource(f"the data ended before row {rows.stop} in a worker, and in the driver they have {plan.total}.")
 

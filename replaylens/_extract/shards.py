@@ -14,6 +14,7 @@ import torch
 from attrs import define, field, frozen
 
 from ..errors import BadSource
+from .batch_reader import Batch
 from .extraction_plan import ArrayPlan, Plan, array_dtype, as_array
 from .layer_values import LayerValues
 from .model_inputs import Call
@@ -38,9 +39,9 @@ class Shard:
     reruns: int
 
 
-def values_of(values: LayerValues, call: Call, plan: Plan) -> BatchValues:
+def values_of(values: LayerValues, batch: Batch, plan: Plan) -> BatchValues:
     """What a batch gives, as it is stored."""
-    return as_stored(*values(call), call, plan)
+    return as_stored(*values(batch.call, batch.first), batch.call, plan)
 
 
 def as_stored(tensors: Mapping[str, torch.Tensor], is_rerun: bool, call: Call, plan: Plan) -> BatchValues:

@@ -148,20 +148,14 @@ def program_digest(record: Record, known: KnownSum = lambda tensor: None) -> str
     for node in record.graph.nodes:
         if not isinstance(node, Call):
             found.update(_digest_at(record, node.name, known))
-    _add_draws(found, record, known)
+    for key, state in record.draws.items():
+        found.update(key.encode() + content_digest(state, known(state)))
     return found.hexdigest()
 
 
 def graph_digest(record: Record) -> str:
-    """A digest of what a program computes, whatever it starts from; but of where it draws its numbers from."""
-    found = _graph_sum(record)
-    _add_draws(found, record, lambda tensor: None)
-    return found.hexdigest()
-
-
-def _add_draws(found: Any, record: Record, known: KnownSum) -> None:
-    for key, state in record.draws.items():
-        found.update(key.encode() + content_digest(state, known(state)))
+    """A digest of what a program computes, whatever it starts from, and whatever it draws."""
+    return _graph_sum(record).hexdigest()
 
 
 def _graph_sum(record: Record) -> Any:
