@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from fractions import Fraction
 from math import inf
 
@@ -778,3 +780,21 @@ def test_a_given_tensor_is_as_it_was_when_its_variant_began():
     given.fill_(1.0)
     with stacking_costs(0.0):
         assert wanted == _as_numbers(rl.sweep(prog, variants=variants, metric=torch.sum))
+
+
+def test_last_bits_do_not_depend_on_whether_the_user_has_called_vmap():
+    """Whose first call registers rules with torch. So it is asked in a process of its own."""
+    script = (
+        "import torch, replaylens as rl\n"
+        "from torch.nn import functional as F\n"
+        "torch.manual_seed(0)\n"
+        "x, labels = torch.randn(3, 4), torch.tensor([0, 2, 3])\n"
+        "prog = rl.capture(lambda x: F.cross_entropy(x * 1, labels), x)\n"
+        "variants = {n: {'mul_1': rl.Scale(n / 7)} for n in range(40)}\n"
+        "first = prog.replay_many(variants).values\n"
+        "torch.func.vmap(lambda row: row + 1)(x)\n"
+        "again = rl.capture(lambda x: F.cross_entropy(x * 1, labels), x)\n"
+        "assert torch.equal(again.replay_many(variants).values, first)\n"
+    )
+    made = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr

@@ -153,6 +153,12 @@ remove_batch = _name(_FUNCTORCH + "_remove_batch_dim", "the same", _PUBLIC_VMAP)
 warn_of_vmap_fallbacks = _name(
     _FUNCTORCH + "_set_vmap_fallback_warning_enabled", "no warning there", "torch warns", lambda wanted: None
 )
+load_vmap_rules = _name(
+    "torch._functorch.vmap.lazy_load_decompositions",
+    "the public vmap registers rules when it is first called, by which last bits differ: both have them from the start",
+    "they come with the first call of the public one",
+    lambda: None,
+)
 
 # -- operators, and where they stand -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ made-up numbers, and vmap on the recorded values, before they are used: once for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -19,7 +19,14 @@ from .._ir.node import Call, Context, Ref, TensorSpec, refs_in
 from .._ir.ops import Quirk, op_info
 from .._ir.runtime import alias
 from .._ir.target import Target
-from .._ir.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
+from .._ir.torch_private import (
+    add_batch,
+    load_vmap_rules,
+    remove_batch,
+    vmap_begins,
+    vmap_ends,
+    warn_of_vmap_fallbacks,
+)
 from .._ir.trees import Branch
 from .._ir.util import cached_property
 from .._ir.write import Write, original_call
@@ -322,6 +329,7 @@ def _stacked(node: Call, lanes: tuple[int, ...], values: tuple[Tensor, ...], rec
 
 
 _IS_RAW = None not in (vmap_begins, vmap_ends, add_batch, remove_batch)
+_with_all_rules = cache(load_vmap_rules)
 
 
 def under_vmap(
@@ -335,6 +343,7 @@ def under_vmap(
         dims = (tuple([None if data is None else 0 for data in changed]),)
         given = [value if data is None else data for data, value in zip(changed, others, strict=True)]
         return list(torch.func.vmap(lambda values: tuple(function(values)), dims, randomness="same")(tuple(given)))
+    _with_all_rules()
     level = vmap_begins(count, "same")
     warn_of_vmap_fallbacks(False)  # slow, and right: `Sweep.alone` tells what ran one by one
     try:
