@@ -37,9 +37,11 @@ class Execution:
     threads: int  # of each worker, which can be part of the bits
     tasks: int
     resubmitted: int = 0  # tasks whose worker was lost, each time it was
+    idle: int = 0  # workers for which there was no task
 
     def __str__(self) -> str:
         again = f", {self.resubmitted} given out again" if self.resubmitted else ""
+        again += f", {self.idle} more had nothing to do" if self.idle else ""
         many = [f"{n:,} {word}{'s' * (n != 1)}" for n, word in ((self.tasks, "task"), (self.workers, "worker"))]
         threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
         return f"{many[0]} on {many[1]} of {self.engine}, {threads} each{again}"
@@ -107,6 +109,7 @@ class Drive:
     losses: dict[int, int] = field(factory=dict, init=False)
     workers: set[str] = field(factory=set, init=False)
     threads: int = field(default=0, init=False)
+    known: int = field(default=0, init=False)  # workers, the most that the executor spoke of
     total: int = field(init=False)
     _suspects: deque[int] = field(factory=deque, init=False)  # each alone, when nothing else is under way
     _deliveries: dict[int, tuple[str, tuple[str, ...]]] = field(factory=dict, init=False)  # number -> host, digests
@@ -121,7 +124,8 @@ class Drive:
     @property
     def execution(self) -> Execution:
         """What there is to say afterwards."""
-        return Execution(self.engine.name, len(self.workers), self.threads, self.total, sum(self.losses.values()))
+        idle = max(0, self.known - self.total) if self.total else 0
+        return Execution(self.engine.name, len(self.workers), self.threads, self.total, sum(self.losses.values()), idle)
 
     def run(self, receive: Callable[[int, Any], Any]) -> None:
         """Have every task done, each result received once."""
@@ -149,7 +153,8 @@ class Drive:
     def _count(self) -> int:
         """How many workers there are. A cluster is asked once a second: it grows, and asking it takes time."""
         if time.monotonic() > self._counted_at + 1:
-            self._counted = self.engine.count() or guessed_workers()
+            known = self.engine.count()
+            self.known, self._counted = max(self.known, known or 0), known or guessed_workers()
             self._counted_at = time.monotonic()
         return self._counted
 

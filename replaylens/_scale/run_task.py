@@ -26,7 +26,7 @@ from .._ir.util import add_note
 from .job_file import Driver, Job, Missing, cloudpickle, host, keep, read_job
 
 _KEPT = 2  # jobs that a process stays prepared for
-_prepared: OrderedDict[str, tuple[Callable[[Any], Any], Job]] = OrderedDict()
+_prepared: OrderedDict[str, tuple[Callable[[Any], Any], Job, bool]] = OrderedDict()
 _turns = [threading.RLock()]  # threads of one process take turns: they share torch's generators
 
 
@@ -97,11 +97,13 @@ def _work_of(path: str, digest: str) -> tuple[Callable[[Any], Any], Job]:
     if digest not in _prepared:
         job = read_job(path, digest)
         _enter(job.driver)
-        _prepared[digest] = job.setup(job.payload), job
+        _prepared[digest] = job.setup(job.payload), job, os.path.exists(path)
     _prepared.move_to_end(digest)
     while len(_prepared) > _KEPT:
         _prepared.popitem(last=False)
-    work, job = _prepared[digest]
+    work, job, is_seen = _prepared[digest]
+    if is_seen and not os.path.exists(path):
+        raise FileNotFoundError(f"{path} is gone: the job is over, and nobody waits for the rest of it.")
     if not job.driver.is_here and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
     return work, job

@@ -196,6 +196,8 @@ class Sweep(Saved):
             lines.append(f"  baseline {_number(self.baseline):.6g}; farthest from it:")
             lines.extend(f"  {key!s:30} {change:+.6g}" for key, change in self.top(8))
         lines.extend(f"  one by one: {note}" for note in (self.one_by_one if self._replays is not None else ()))
+        if self._replays is not None and self.execution is not None:
+            lines.append(f"  run as {self.execution}{_MORE_PASSES if self.execution.idle else ''}")
         return "\n".join(lines)
 
     def heatmap(self, ax: Any = None, change: bool = True, **options: Any) -> Any:
@@ -233,10 +235,14 @@ def sweep(
     given by name: `sweep(prog, "*.attn", "b t ([head] d)", Zero(), metric, d=64)`. Or `variants={key: patches}`, where
     patches are what `replay(patch=...)` takes. `metric(output)` is computed for each; without one the outputs are kept.
 
-    `executor` runs the passes in other processes, and gives the same bits: anything with `submit(fn, *args)`, such as a
-    ProcessPoolExecutor that spawns, or a client of Dask, or a function that makes one. `found.execution` says where
-    they ran. A pass is never divided; a smaller `memory`, in bytes, makes more of them. `scratch` is a folder that all
-    workers see, for the file of the program; `retries` is how often a task whose worker was lost is given out again.
+    `executor` runs the passes in other processes, and gives the bits of one process with one thread: anything with
+    `submit(fn, *args)`, such as a ProcessPoolExecutor that spawns, or a client of Dask, or a function that makes one.
+    `found.execution` says where they ran. A pass is never divided, since last bits depend on what it holds: where
+    `plan()` has fewer passes than there are workers, a smaller `memory`, in bytes, makes more of them. Variants that
+    leave the recorded path come back to this process, which has the model. Functions go there as pickle or cloudpickle
+    sends them: what they write stays there, and what they draw at random follows from the state of the generators here.
+    `scratch` is a folder that all workers see, for the file of the program; `retries` is how often a task whose worker
+    was lost is given out again.
 
     >>> model = torch.nn.Linear(2, 2)
     >>> from replaylens import capture, Zero
@@ -263,6 +269,9 @@ def sweep(
     )
     replays = None if dry else pending.run_now(progress, executor, scratch, retries)
     return Sweep(names, tuple(variants), pending, replays)
+
+
+_MORE_PASSES = "; a smaller memory= makes more passes"
 
 
 def _variants(prog: Program, sites: Any, part: Any, patch: Any, axes: dict[str, Any]) -> tuple[tuple[str, ...], Any]:
@@ -425,7 +434,7 @@ def _read_replays(reader: TreeReader, json: Any) -> Replays:
 
 
 def _read_execution(json: Any) -> Execution:
-    engine, *counts = exactly(json, 5)
+    engine, *counts = exactly(json, 6)
     return Execution(text(engine), *map(natural, counts))
 
 

@@ -59,14 +59,19 @@ class SweepJob:
 
 def begin_sweep(job: SweepJob) -> Callable[[int], Any]:
     """The function that does a task of a sweep, in a process that does some of them."""
-    with modes(job.context):
-        sweep = restoring_modes(job.make)
+
+    def prepare() -> BatchedSweep:
+        sweep = job.make()
         if unlike := job.likeness.unlike(sweep):
             raise PlanDiffers(
                 f"a worker would run this sweep {unlike}.\nhere:      {job.versions}\nin the worker:  {versions()}\n"
                 "Give both the same versions; a metric must compute the same wherever it is called: what it reads of a "
                 "module is what the module is given as it is imported."
             )
+        return sweep
+
+    with modes(job.context):
+        sweep, _ = drawing_apart({}, 0, lambda: restoring_modes(prepare))
 
     def work(task: int) -> Any:
         with modes(job.context):
