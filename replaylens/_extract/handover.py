@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -101,7 +102,11 @@ def as_rdms(arrays: Sequence[LazyArray], labels: Mapping[str, Array], method: st
     rdm = optional("rsatoolbox.rdm", "rsa")
     if not arrays:
         raise BadFeatures("there is no layer to compare: these features have no arrays.")
-    found = [rdm.calc_rdm(_finite(as_dataset(one, labels, {"layer": one.name})), method, **options) for one in arrays]
+    # It fills the labels of averaged stimuli with NaN first, which whole numbers have not.
+    with np.errstate(invalid="ignore") if options.get("descriptor") else nullcontext():
+        found = [
+            rdm.calc_rdm(_finite(as_dataset(one, labels, {"layer": one.name})), method, **options) for one in arrays
+        ]
     return rdm.RDMs(
         np.concatenate([one.dissimilarities for one in found]),
         dissimilarity_measure=found[0].dissimilarity_measure,
