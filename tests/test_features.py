@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from internals import ArrayPlan, ExtractionPlan, Features, LazyArray, clashes, folder_name, row_labels, target_of
 
-from replaylens.errors import BadFeatures, BadFile, NoSuchLayer
+from replaylens.errors import BadFeatures, BadFile, BadSource, NoSuchLayer
 
 RNG = np.random.default_rng(0)
 
@@ -652,3 +652,20 @@ def test_a_lazy_array_in_memory_is_one_of_files():
         warnings.simplefilter("error")
         array.torch()[0] = 0
     assert ARRAYS["fc"][0].any()
+
+
+def test_a_layer_that_is_called_as_an_axis_of_another_is_read_by_xarray(tmp_path):
+    xarray = pytest.importorskip("xarray", reason="xarray is not installed")
+    arrays = {"linear": some(11, 3, 4), "linear_1": some(11, 2), "linear_0": some(11), "time": some(11, 2, 2)}
+    features = made("x.zarr", tmp_path, arrays, axes={"time": ("time", "stimulus")})
+    found = features.to_xarray()
+    opened = xarray.open_zarr(tmp_path / "x.zarr", consolidated=False)
+    for name, array in arrays.items():
+        assert np.array_equal(found[name].values, array) and np.array_equal(opened[name].values, array)
+
+
+def test_names_that_would_be_one_file_are_told(tmp_path):
+    with pytest.raises(BadSource, match="'fc' and 'FC' differ by upper and lower case alone"):
+        made("x.zarr", tmp_path, {"fc": ARRAYS["fc"], "FC": ARRAYS["fc"]}, axes={})
+    with pytest.raises(BadSource, match="'fc' and 'Fc' differ by upper and lower case alone"):
+        made("x.zarr", tmp_path, {"fc": ARRAYS["fc"]}, {"Fc": range(11)}, axes={})

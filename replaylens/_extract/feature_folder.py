@@ -17,7 +17,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from .._ir.util import cached_property
-from ..errors import PlanDiffers
+from ..errors import BadSource, PlanDiffers
 from .extraction_plan import ArrayPlan, Plan, differences
 from .features import Features
 from .shard_files import Progress, read_json, remove, sync_folder
@@ -27,6 +27,7 @@ from .zarr_layout import (
     ArrayLayout,
     array_document,
     chunk_bytes,
+    clashes,
     folder_name,
     group_document,
     json_text,
@@ -137,6 +138,7 @@ class FeatureFolder:
 
     def begin(self, labels: Labels, resume: bool, overwrite: bool) -> dict[int, Account] | None:
         """Get ready. The shards that are done already; None if all of it is."""
+        self._require_apart(labels)
         found, attributes = self.progress.plan, self.attributes
         is_there = self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
         if is_there and attributes is None and found is None:
@@ -158,6 +160,15 @@ class FeatureFolder:
         sync_folder(self.path.parent)
         self.prepare(labels)
         return {shard: account for shard, account in self.progress.done().items() if self.has(account)}
+
+    def _require_apart(self, labels: Labels) -> None:
+        """Raise if two arrays would be one file on a system that takes upper and lower case for one."""
+        if found := clashes([*[one.name for one in self.plan.arrays], *labels]):
+            one, other = found[0]
+            raise BadSource(
+                f"{one!r} and {other!r} differ by upper and lower case alone, and would be one file on some systems. "
+                "Extract them into two folders, or give to=None."
+            )
 
     def _require_same(self, begun: Any) -> None:
         lines = differences(begun or {}, self.plan.document)

@@ -42,7 +42,7 @@ def plan_of(batch: Batch, tensors: Mapping[str, torch.Tensor], values: LayerValu
     arrays = (*_layers(tensors, values, batch.call.rows), *_labels(batch, asked.labels))
     values.wish.reduce.require_used("reduce", tensors)
     values.wish.dtype.require_used("dtype", tensors)
-    if twice := {*tensors} & {*asked.labels}:
+    if twice := {*tensors} & {*asked.labels, *[one.name for one in arrays if one.is_label]}:
         raise BadSource(f"{min(twice)!r} is the name of a layer and of a label. Give the label another one.")
     rows = shard_rows(arrays, asked.batch_size or batch.call.rows, asked.total, asked.shard_bytes)
     return Plan(arrays, rows, asked.total, _document(values, batch, arrays, asked, rows))
