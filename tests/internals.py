@@ -68,11 +68,12 @@ from replaylens._edit.patch import (
 )
 from replaylens._edit.rewrite import prune as prune, reading as reading, renamed as renamed, replace as replace
 from replaylens._extract.data_source import data_source as data_source
-from replaylens._extract.extraction_plan import ArrayPlan as ArrayPlan, Plan as ExtractionPlan
+from replaylens._extract.extraction_plan import ArrayPlan as ArrayPlan
 from replaylens._extract.feature_folder import target_of as target_of
 from replaylens._extract.features import Features as Features
 from replaylens._extract.function_text import function_text as function_text
 from replaylens._extract.lazy_array import LazyArray as LazyArray
+from replaylens._extract.linear_probe import probe as probe
 from replaylens._extract.model_inputs import Forward as Forward, call_with as call_with
 from replaylens._extract.projection import SRP as SRP
 from replaylens._extract.reduction import (
@@ -86,6 +87,7 @@ from replaylens._extract.row_labels import (
     known_labels as known_labels,
     row_labels as row_labels,
 )
+from replaylens._extract.similarity import cka as cka, rdm as rdm
 from replaylens._extract.zarr_layout import clashes as clashes, folder_name as folder_name
 from replaylens._ir import (
     interrupts as interrupts,

@@ -46,9 +46,14 @@ def cka(x: Any, y: Any, unbiased: bool = False) -> float:
         raise BadFeatures(f"cka compares the same stimuli: x has {len(first)} rows, y has {len(second)}.")
     if len(first) < (least := 4 if unbiased else 2):
         raise BadFeatures(f"cka{' without bias' * unbiased} needs {least} stimuli or more, and there are {len(first)}.")
-    first, second = first - first.mean(0), second - second.mean(0)
+    first, second = _centered(first), _centered(second)
     both, alone = _alignment(first, second, unbiased), [_alignment(one, one, unbiased) for one in (first, second)]
     return both / math.sqrt(alone[0] * alone[1]) if min(alone) > 0 else math.nan
+
+
+def _centered(x: Array) -> Array:
+    """Units without their means; zeros where one is the same for all stimuli, which the mean may miss by a rounding."""
+    return np.where(np.ptp(x, 0) > 0, x - x.mean(0), 0.0)
 
 
 def _alignment(x: Array, y: Array, unbiased: bool) -> float:
