@@ -102,3 +102,35 @@ def test_a_watched_training_finds_the_line_that_gave_the_first_nan(tmp_path):
     assert "the step that went wrong: 137" in text
     assert re.search(r"not finite: div_1_\d+, at .*watch_training\.py:\d+", text)
     assert {path.name for path in (tmp_path / "watched").iterdir()} == {"numbers.jsonl", "training.mp4", "step-137.pt"}
+
+
+def rows(text, names):
+    """The numbers of a table, by the names of its rows."""
+    return {name: [*map(float, re.search(rf"^{name} +([-\d. ]+)$", text, re.MULTILINE)[1].split())] for name in names}
+
+
+def test_the_layers_of_a_cnn_come_to_tell_directions_and_every_channel_matters(tmp_path):
+    text = printed("rsa_of_a_cnn", "features.zarr", cwd=tmp_path)
+    whole, hurt = text.split("Without one channel")
+    layers = ["relu_1", "avgpool2d_1", "relu_2", "mean_1", "head"]
+    table = rows(whole.split("how alike to the RDM of directions")[1], layers)
+    for place, layer in enumerate(layers):
+        assert len(table[layer]) == 7 and table[layer][place] == 1.0
+        assert [table[other][place] for other in layers] == table[layer][:5]
+    assert table["relu_1"][5] < 0.4 < 0.6 < table["head"][5] and table["head"][6] >= 0.95
+    lesions = rows(hurt, [f"channel {channel}" for channel in range(8)])
+    assert all(0 < value < 1 for row in lesions.values() for value in row)
+    assert min(row[4] for row in lesions.values()) < 0.8
+    assert "made by a hook and a correlation, is the same" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"features.zarr"}
+
+
+def test_recurrence_sorts_what_one_look_does_not(tmp_path):
+    text = printed("rsa_over_time", cwd=tmp_path)
+    assert number(r"The whole network: (\d+)% right", text) >= 95
+    assert number(r"Without lateral connections: (\d+)% right", text) < 60
+    first = number(r"sorts the pictures by direction: (\S+) at the first step", text)
+    assert first < 0.3 < 0.6 < number(r"(\S+) at the last", text)
+    table = rows(text.split("Without lateral connections")[1], [f"relu_1:{step}" for step in range(1, 7)])
+    assert all(row[:6] == [1.0] * 6 for row in table.values())
+    assert "The first step is the same in both, bit for bit" in text
