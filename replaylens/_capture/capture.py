@@ -642,6 +642,11 @@ def undo_first_run(recording: Recording, beginning: ForwardState) -> None:
     put_generators_back(recording)
     beginning.put_back()
     restore_flags(flags_before(recording))
+    undo_writes(recording)
+
+
+def undo_writes(recording: Recording) -> None:
+    """Give the tensors of the model and the inputs the content that they had before the first write."""
     with torch.no_grad():
         for record in recording.records:
             if not isinstance(record, SourceRecord):

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from .._edit.select import Selection, Where, where
 from .._ir.label import Label
 from .._ir.location import Location
-from .._ir.node import State
+from .._ir.node import Call, State, refs_in
 from .._ir.trees import freeze_deep
 from .._ir.util import is_glob
 from .._layers.name_resolution import as_list
@@ -36,7 +36,7 @@ class Asked:
 
 def asked_layers(prog: Any, layers: Any) -> tuple[Asked, ...]:
     """The layers that a user's words mean, in the order of the words, each once."""
-    keys = [layers] if callable(layers) or isinstance(layers, (Where, Selection)) else as_list(layers)
+    keys = _keys(layers)
     found: dict[tuple[Any, ...], Asked] = {}
     for key in keys:
         for one in _of_key(prog, key):
@@ -46,6 +46,17 @@ def asked_layers(prog: Any, layers: Any) -> tuple[Asked, ...]:
     if not found:
         raise NoSuchLayer("layers= names no layer. Give names, globs or types: layers=['layer*', 'fc'].")
     return tuple(found.values())
+
+
+def _keys(layers: Any) -> list[Any]:
+    is_one = callable(layers) or isinstance(layers, (Where, Selection))
+    return [layers] if is_one else as_list(layers)
+
+
+def words_of(layers: Any) -> list[str]:
+    """The names among what a user asks for; none if that is more than names."""
+    keys = _keys(layers)
+    return keys if all(isinstance(key, str) for key in keys) else []
 
 
 def _of_key(prog: Any, key: Any) -> Iterable[Asked]:
@@ -58,13 +69,13 @@ def _of_key(prog: Any, key: Any) -> Iterable[Asked]:
         key = where(key)
     sites = [one for one in _locations(prog, key) if not _is_state(prog, one)]
     if isinstance(key, str) and Label.of(key).turn:
-        return [Asked(key, sites[0].label, (sites[0].name,), False, _kinds(prog, sites[:1]))]
+        return _asked(prog, key, sites[:1])
     groups: dict[str, list[Location]] = {}
     for site in sites:
         groups.setdefault(Label.of(site.name).layer, []).append(site)
     if isinstance(key, str) and len(groups) == 1 and not is_glob(key) and all(site.is_every_pass for site in sites):
         groups = {key: next(iter(groups.values()))}
-    return [_asked(prog, name, group) for name, group in groups.items()]
+    return [one for name, group in groups.items() for one in _asked(prog, name, group)]
 
 
 def _locations(prog: Any, key: Any) -> Iterable[Location]:
@@ -76,15 +87,16 @@ def _is_state(prog: Any, site: Location) -> bool:
     return site.output is None and site.part is None and isinstance(prog.graph[site.node], State)
 
 
-def _asked(prog: Any, name: str, group: list[Location]) -> Asked:
-    """The array of one layer, whose passes these are."""
-    if len(group) == 1:
-        is_only = not Label.of(group[0].name).turn
-        own = name if is_only else group[0].name
-        return Asked(own, group[0].label, (group[0].name,), False, _kinds(prog, group))
+def _asked(prog: Any, name: str, group: list[Location]) -> list[Asked]:
+    """The arrays of one layer, whose passes these are: several, if it is a module that gives several tensors."""
     ordered = sorted(group, key=lambda site: Label.of(site.name).number)
-    label, places = Label.of(group[0].label).layer, tuple([site.name for site in ordered])
-    return Asked(name, label, places, True, _kinds(prog, ordered))
+    is_series, ways = len(group) > 1, ordered[0].names or ("",)
+    if any((site.names or ("",)) != ways for site in ordered):
+        raise NoSuchLayer(f"the passes of {name!r} give unlike numbers of tensors. Name one pass: {ordered[0].name!r}.")
+    own = name if is_series or not Label.of(ordered[0].name).turn else ordered[0].name
+    label = Label.of(ordered[0].label).layer if is_series else ordered[0].label
+    kinds = _kinds(prog, ordered)
+    return [Asked(own + way, label, tuple([site.name + way for site in ordered]), is_series, kinds) for way in ways]
 
 
 def nodes_of(prog: Any, asked: Iterable[Asked]) -> frozenset[str]:
@@ -95,12 +107,22 @@ def nodes_of(prog: Any, asked: Iterable[Asked]) -> frozenset[str]:
 
 def _kinds(prog: Any, group: list[Location]) -> tuple[str, ...]:
     """Labels count operations, so that on another path the same label may be another operation: which one each is."""
-    return tuple(["" if site.scope is not None else _kind(prog.graph[site.node]) for site in group])
+    return tuple(["" if site.scope is not None else _kind(prog.graph, site.node) for site in group])
 
 
-def _kind(node: Any) -> str:
-    words = [getattr(node, "target", None), getattr(node, "scope", None), getattr(node, "source", None)]
-    return " ".join([str(word) for word in words if word is not None])
+def _kind(graph: Any, name: str) -> str:
+    """An operation in words: what it is, where it stands, and what it reads."""
+    node = graph[name]
+    read = [_words(graph[ref.node]) for ref in dict.fromkeys(refs_in(getattr(node, "trees", ())))]
+    return f"{_words(node)}, of {', '.join(read)}" if read else _words(node)
+
+
+def _words(node: Any) -> str:
+    if isinstance(node, State):
+        return node.address
+    facts = [getattr(node, name, None) for name in ("target", "scope", "source")]
+    target, *places = [str(getattr(one, "name", one)) for one in facts]
+    return " ".join([target if isinstance(node, Call) else node.name, *[place for place in places if place != "None"]])
 
 
 def require_same(first: tuple[Asked, ...], other: tuple[Asked, ...]) -> None:
@@ -132,5 +154,5 @@ def named_values(asked: Asked, passes: list[Any]) -> dict[str, list[torch.Tensor
         raise NoSuchLayer(
             f"the passes of {asked.name!r} give unlike numbers of tensors. Name one pass: {asked.places[0]!r}."
         )
-    names = [asked.name] if count == 1 else [f"{asked.name}.{number}" for number in range(count)]
+    names = [asked.name] if count == 1 else [f"{asked.name}[{number}]" for number in range(count)]
     return {name: [one[number] for one in tensors] for number, name in enumerate(names)}

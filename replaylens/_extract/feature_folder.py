@@ -20,7 +20,7 @@ from .._ir.util import cached_property
 from ..errors import BadSource, PlanDiffers
 from .extraction_plan import ArrayPlan, Plan, differences
 from .features import Features
-from .shard_files import Progress, read_json, remove, sync_folder
+from .shard_files import Progress, nothing_is_lost, read_json, remove, sync_folder
 from .zarr_layout import (
     FORMAT,
     ROWS,
@@ -317,15 +317,18 @@ class NpyFolder(FeatureFolder):
 
     def prepare(self, labels: Labels) -> None:
         for one in self.plan.arrays:
-            with open(self._file(one), "r+b" if self._file(one).exists() else "w+b") as file:
+            with open(
+                os.open(self._file(one), os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b"
+            ) as file:
                 file.write(_npy_header(one, self.plan.total or 0))
                 if self.plan.total is not None:
                     file.truncate(_npy_start(one) + self.plan.total * one.row_bytes)
 
     def write(self, shard: int, values: Mapping[str, Array], reruns: int) -> Account:
         rows = len(next(iter(values.values())))
-        for one in self.plan.arrays:
-            self._write_rows(one, shard * self.plan.shard_rows, values[one.name])
+        with nothing_is_lost():
+            for one in self.plan.arrays:
+                self._write_rows(one, shard * self.plan.shard_rows, values[one.name])
         return self._accounted(shard, rows, reruns, {})
 
     def _write_rows(self, one: ArrayPlan, first: int, values: Array) -> None:

@@ -17,13 +17,12 @@ from attrs import define, evolve, field, frozen
 from .._capture.rerun.run import capture_without_effects
 from .._edit.select import SaveSpec
 from .._ir.trees import freeze_deep
-from .._layers.name_resolution import as_list
 from .._layers.naming import label_nodes
 from .._replay.record import keeping_only
 from .._sweep.task_draws import drawing_apart
 from ..errors import BadSource, DivergedReplay, InputMismatch
 from ..program import Program
-from .asked_layers import Asked, asked_layers, named_values, nodes_of, require_same
+from .asked_layers import Asked, asked_layers, named_values, nodes_of, require_same, words_of
 from .model_inputs import Call
 from .reduction import FunctionStep, PerLayer, Reduction, Step
 
@@ -242,8 +241,7 @@ class RouteMaker:
         """The program of one forward, after which the model, its buffers and the generators are as before. It keeps the
         values of the layers that are asked for, if their names are those of the model.
         """
-        words = as_list(self.wish.layers) if self.edit is None and not isinstance(self.model, Program) else []
-        keys = words if all(isinstance(word, str) for word in words) else []
+        keys = words_of(self.wish.layers) if self.edit is None and not isinstance(self.model, Program) else []
         with torch.set_grad_enabled("grad" in self.wish.what):
             recorded = capture_without_effects(model, call.args, dict(call.kwargs), label_nodes, SaveSpec(tuple(keys)))
         made = Program(_captured=recorded, _keeps_nothing=not keys)

@@ -283,7 +283,7 @@ class PerLayer:
         if self.choices is None:
             return self.all
         known = list(names)
-        exact = [key for key in self.choices if key in known]
+        exact = [key for key in known if key in self.choices]
         globs = [key for key in self.choices if is_glob(key) and any(matches(one, key) for one in known)]
         self.used |= {*exact, *globs}
         found = [*exact, *globs]

@@ -21,8 +21,8 @@ import platform
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,19 @@ from .zarr_layout import json_text
 A_DAY = 86_400.0
 _HOST = platform.node() or "here"
 SAFE = "Nothing is lost: what is done is on the disk. Once there is room, run the same extract() again."
+
+
+TRIES = 3
+
+
+@contextmanager
+def nothing_is_lost() -> Iterator[None]:
+    """What to say of an error of the disk."""
+    try:
+        yield
+    except OSError as error:
+        add_note(error, SAFE)
+        raise
 
 
 @frozen
@@ -53,15 +66,29 @@ class Progress:
 
     def begin(self, document: Mapping[str, Any]) -> None:
         """Make the folder, with the plan."""
-        for name in ("done", "new"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self._make()
         sync_folder(self.folder.parent)
         self.sweep()
         if self.plan != document:
             self.put({self.folder / "plan.json": json_text(document).encode()})
 
+    def _make(self) -> None:
+        for name in ("done", "new"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+
     def put(self, files: Mapping[Path, Any], is_synced: bool = True) -> None:
         """Write files: all of them to the disk first, then each to its place."""
+        with nothing_is_lost():
+            for turn in range(TRIES):
+                try:
+                    self._put(files, is_synced)
+                    break
+                except FileNotFoundError:  # another process has ended the same extraction, and cleared away
+                    if turn + 1 == TRIES:
+                        raise
+                    self._make()
+
+    def _put(self, files: Mapping[Path, Any], is_synced: bool) -> None:
         made: dict[Path, Path] = {}
         try:
             for path, data in files.items():
@@ -70,12 +97,10 @@ class Progress:
             changed = {folder for path in files for folder in _make_folder(path.parent)}
             for path, beside in made.items():
                 os.replace(beside, path)
-        except BaseException as error:
+        except BaseException:
             for beside in made.values():
                 with suppress(OSError):
                     beside.unlink()
-            if isinstance(error, OSError):
-                add_note(error, SAFE)
             raise
         for folder in changed if is_synced else ():
             sync_folder(folder)

@@ -46,6 +46,7 @@ from ..capture import (
     require_no_iterators,
     require_supported,
     trace_twice,
+    undo_writes,
 )
 from ..memory_saving import memory_saving_tracer, stop_observing
 from ..provenance import Provenance, StartMark, reaches_scripts
@@ -53,7 +54,7 @@ from ..recorder import geometry_of
 from ..recording import Recording, ValueId
 from ..rng import caller_generators
 from ..scopes import addresses, exclusive
-from ..snapshot import ForwardState, ModelState, RngState, Snapshot
+from ..snapshot import ForwardState, ModelState, RngState, Snapshot, restore_flags
 from ..state_changes import LATE_WRITE, held_tensor, tensor_at
 from ..tracer import Tracer
 from ..writes import WRITTEN_THROUGH_DATA
@@ -115,7 +116,8 @@ def capture_on_other_inputs(start: ForwardState, graph: Graph, args: tuple[Any, 
     setup = LiveSetup(LivePatches(), {}, lambda tracer: [])
 
     def _capture_on_other_inputs(turn: Turn) -> Captured:
-        return _run(turn, start.held_now(), args, kwargs, setup, inputs_are_new=True)[0]
+        now = evolve(start, snapshot=start.snapshot.holding(Provenance(start.model).modules))
+        return _run(turn, now, args, kwargs, setup, inputs_are_new=True)[0]
 
     with recorded_environment(True, graph), modes(graph.outer_modes):
         return record_of(with_model_to_itself(start.model, _capture_on_other_inputs))
@@ -330,6 +332,10 @@ def _run(
         return tracers[-1]
 
     def leave() -> None:
+        for tracer in tracers:
+            if not isinstance(tracer, PatchingTracer):  # which lets nothing be written to what is the model's own
+                restore_flags(flags_before(tracer.recording))
+                undo_writes(tracer.recording)
         model_state.put_back()
         torch.set_default_dtype(dtype)
         if not setup.fresh:
