@@ -3,12 +3,14 @@ leads to the same program; and an error that says why at any other.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
 from oracle import assert_same
 from shaped_models import MODELS, REFUSED
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import replaylens as rl
@@ -100,3 +102,437 @@ def test_a_module_is_the_model_at_other_sizes_of_batch_or_says_that_it_is_not(na
             found, wanted = [gradients(out, [leaf for leaf in leaves if leaf.requires_grad]) for out, leaves in pairs]
             assert_same(found, wanted)
         assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+def test_what_python_reads_holds_at_each_size_for_what_was_read_there():
+    model, inputs = MODELS["read_in_python"]()
+    module = rl.capture(model, *inputs(2)).module()
+    assert_same(module(*inputs(3)), model(*inputs(3)))
+    with pytest.raises(rl.DivergedReplay):
+        module(inputs(3)[0] * 2)
+
+
+def test_functions_partials_and_bound_methods_take_other_sizes_too(net):
+    net.eval()
+    scaled = functools.partial(lambda x, scale: net(x) * scale, scale=3)
+    for called in (lambda x: net(x).relu(), scaled, net.forward, torch.relu, net.fc.forward):
+        x = (lambda size, called=called: torch.randn(size, 6)) if called == net.fc.forward else pictures
+        module = rl.capture(called, x(2)).module()
+        for size in (2, 3):
+            assert_same(module(given := x(size)), called(given))
+
+
+def test_keywords_and_nested_inputs_keep_their_places(net):
+    def model(pair, *, options):
+        return {"sum": pair[0] + options["b"], "two": options["two"]}
+
+    module = rl.capture(model, [torch.ones(2), None], options={"b": torch.ones(2), "two": 2}).module()
+    for size in (2, 5):
+        assert_same(
+            module([torch.ones(size), None], options={"b": torch.ones(size), "two": 2}),
+            {"sum": torch.full((size,), 2.0), "two": 2},
+        )
+    with pytest.raises(rl.InputMismatch, match="two"):
+        module([torch.ones(2), None], options={"b": torch.ones(2), "two": 3})
+    with pytest.raises(rl.InputMismatch):
+        module([torch.ones(3), None], options={"b": torch.ones(3), "two": 3})
+    with pytest.raises(rl.InputMismatch):
+        module([torch.ones(3), torch.ones(3)], options={"b": torch.ones(3), "two": 2})
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_several_layers_at_once_are_what_hooks_see_and_train_the_model_as_hooks_do(net, train):
+    twin = copy.deepcopy(net.train(train)).train(train)
+    names = ["stem.0", "layer1", "layer2"]
+    module = rl.capture(net, pictures(2)).module(outputs={name: name for name in names} | {"out": "output"})
+    net.load_state_dict(twin.state_dict())
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (net, twin)]
+    for step, size in enumerate((2, 3, 1, 7, 3)):
+        torch.manual_seed(step)
+        found = module(pictures(size, step))
+        torch.manual_seed(step)
+        wanted = hooked(twin, names, pictures(size, step))
+        assert_same(found, {name: wanted[name] for name in found})
+        for outputs, optimizer in zip((found, wanted), optimizers, strict=True):
+            optimizer.zero_grad()
+            outputs["out"].square().sum().backward()
+            optimizer.step()
+        assert_same(dict(net.state_dict()), dict(twin.state_dict()))
+
+
+@pytest.mark.parametrize("name", ["stem.0", "layer1", "layer2", "fc"])
+def test_gradients_of_any_layer_are_the_models(net, name):
+    twin, x = copy.deepcopy(net), pictures(2)
+    module = rl.capture(net, x).module(outputs=name)
+    for size in (2, 5):
+        torch.manual_seed(0)
+        found = gradients(module(pictures(size)), list(net.parameters()))
+        torch.manual_seed(0)
+        kept = []
+        hook = twin.get_submodule(name).register_forward_hook(lambda _, args, out, kept=kept: kept.append(out.clone()))
+        twin(pictures(size))
+        hook.remove()
+        assert_same(found, gradients(kept, list(twin.parameters())))
+
+
+# ---- what it returns -----------------------------------------------------------------------------------------------
+
+
+def test_outputs_have_the_form_in_which_they_were_named(net):
+    prog, x = rl.capture(net.eval(), pictures(2)), pictures(3)
+    one, other, out = prog.module(outputs=("layer1", "layer2", "output"))(x)
+    assert_same(out, net(x))
+    assert_same(prog.module(outputs=["layer2", "layer1"])(x), [other, one])
+    assert_same(prog.module(outputs="layer2")(x), other)
+    assert_same(prog.module(outputs={"b": "layer2", "a": "layer1:1"})(x), {"b": other, "a": one})
+    assert_same(prog.module()(x), out)
+    assert_same(prog.module(to="layer1")(x), one)
+
+
+def test_a_glob_or_a_type_is_a_dict_by_name_or_part_of_what_it_stands_in(net):
+    prog, x = rl.capture(net.eval(), pictures(2)), pictures(3)
+    both = prog.module(outputs="layer?")(x)
+    assert list(both) == ["layer1", "layer2"]
+    assert_same(prog.module(outputs=["layer?", "fc"])(x), [*both.values(), net(x)])
+    assert_same(prog.module(outputs={"all": "layer?", "fc": "fc"})(x), {"all": tuple(both.values()), "fc": net(x)})
+    assert list(prog.module(outputs="relu")(x)) == list(prog.names_of("relu")) != []
+    assert_same(prog.module(outputs=prog.find(op="linear"))(x), {"linear_1_17": net(x)})
+
+
+def test_passes_and_parts_of_what_modules_return_are_outputs():
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.attention = nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x):
+            h = x
+            for _ in range(3):
+                h = F.relu(self.cell(h))
+            return self.attention(h, h, h)[0]
+
+    torch.manual_seed(0)
+    model, x = Steps(), torch.randn(3, 5, 4)
+    prog = rl.capture(model, torch.randn(2, 5, 4))
+    first = F.relu(model.cell(x))
+    third = F.relu(model.cell(F.relu(model.cell(first))))
+    assert_same(prog.module(outputs=["relu_1:1", "relu_1:3"])(x), [first, third])
+    assert list(prog.module(outputs="relu_1")(x)) == ["relu_1_2:1", "relu_1_2:2", "relu_1_2:3"]
+    assert_same(prog.module(outputs={"w": "attention[1]"})(x)["w"], model.attention(third, third, third)[1])
+    assert_same(prog.module(outputs="attention")(x), model.attention(third, third, third))
+
+
+def test_nothing_runs_behind_the_latest_output(net):
+    class Calls(torch.overrides.TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.names.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    prog, seen = rl.capture(net, pictures(2)), []
+    for outputs in ("layer1", ["layer1", "layer2"], None):
+        module = prog.module(outputs=outputs)
+        module(pictures(2)), module(pictures(3))
+        with Calls() as calls:
+            module(pictures(2)), module(pictures(3))
+        seen.append([calls.names.count(word) for word in ("conv2d", "dropout", "linear")])
+    assert seen == [[4, 0, 0], [6, 2, 0], [6, 2, 2]]
+    twin = copy.deepcopy(net)
+    prog.module(outputs="stem")(pictures(2))
+    assert net.stem[1].num_batches_tracked == twin.stem[1].num_batches_tracked + 1
+    assert net.layer1[1].num_batches_tracked == twin.layer1[1].num_batches_tracked
+
+
+# ---- where it begins -----------------------------------------------------------------------------------------------
+
+
+def test_a_module_may_begin_at_layers_and_end_at_others(net):
+    net.eval()
+    prog = rl.capture(net, pictures(2))
+    for size in (2, 1, 3, 7):
+        x = pictures(size)
+        early = net.stem(x)
+        late = prog.module(inputs="stem", outputs={"late": "layer2"})(early)
+        assert_same(late, {"late": net.layer2(early + net.layer1(early))})
+        assert_same(prog.module(inputs=["stem", "layer1"])(early, net.layer1(early)), net(x))
+        assert_same(prog.module(inputs="input_1", outputs="stem")(x), early)
+
+
+def test_a_layer_passed_by_is_refused_at_another_size(net):
+    module = rl.capture(net.eval(), pictures(2)).module(inputs="layer1")
+    assert module(torch.randn(2, 6, 14, 14)).shape == (2, 4)
+    found = said(rl.InputMismatch, lambda: module(torch.randn(3, 6, 14, 14)))
+    assert "something else: where `relu_1_5  # const, float32[2, 6, 14, 14]` was, it has `relu_1_5  # const" in found
+    other = said(rl.InputMismatch, lambda: module(torch.randn(2, 6, 12, 12)))
+    assert "which inputs of the model would give a layer that shape is not known" in other
+
+
+def test_sizes_of_a_layer_that_the_input_does_not_share_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), nn.ReLU())
+    module = rl.capture(model, torch.randn(2, 3, 4)).module(inputs="1")
+    with pytest.raises(rl.InputMismatch, match="is not known"):
+        module(torch.randn(9, 4))
+    transposing = rl.capture(lambda x: x.transpose(0, 1).relu().tanh(), torch.randn(2, 2)).module(inputs="transpose_1")
+    assert_same(transposing(torch.full((2, 2), 3.0)), torch.full((2, 2), 3.0).tanh())
+    with pytest.raises(rl.InputMismatch):
+        transposing(torch.randn(2, 5))
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_ends_are_errors_that_say_why(net):
+    prog = rl.capture(net, pictures(2))
+    assert said(rl.NoSuchLayer, lambda: prog.module(outputs="layer7")).startswith("no layer is called 'layer7'.")
+    assert said(rl.NoSuchLayer, lambda: prog.module(outputs={"a": "layer7.*"})).startswith("no layer is called")
+    assert "does not depend on" in said(rl.BadEdit, lambda: prog.module(inputs="layer2", outputs="layer1"))
+    assert said(TypeError, lambda: prog.module(inputs="stem", from_="stem")) == (
+        "inputs= and from_= are two words for one thing. Give one of them."
+    )
+    for wrong in ({"inputs": {"a": "stem"}}, {"outputs": []}, {"outputs": {}}):
+        with pytest.raises(TypeError, match=r"inputs= is a layer or a list of layers"):
+            prog.module(**wrong)
+
+
+def test_a_refusal_names_the_first_difference_and_the_lines_with_the_size():
+    model, inputs = MODELS["another_path_of_one_size"]()
+    module = rl.capture(model, *inputs(2)).module()
+    assert said(rl.InputMismatch, lambda: module(*inputs(5))) == (
+        "the input at args[0] is float32[5, 8] on cpu; the program was recorded with float32[2, 8] on cpu.\n"
+        "With it the model computes something else: `tanh_1_4 = tanh(linear_2_3)  # float32[5, 8]` is there.\n"
+        "Where the model takes this shape: capture it there, and make the module of that program."
+    )
+    model, inputs = MODELS["BufferOfTheBatch"]()
+    assert "raises RuntimeError" in said(
+        rl.InputMismatch,
+        lambda: rl.capture(lambda x: x.view(2, -1) + torch.ones(2, 8), *inputs(2)).module()(*inputs(3)),
+    )
+
+
+def test_a_program_without_a_model_takes_the_recorded_sizes(net, tmp_path):
+    net.eval()
+    rl.capture(net, pictures(2)).save(tmp_path / "net.rlp")
+    loaded = rl.load(tmp_path / "net.rlp").module(outputs="layer1")
+    assert_same(loaded(pictures(2, 5)), rl.capture(net, pictures(2)).module(outputs="layer1")(pictures(2, 5)))
+    assert "what was loaded without state=, moved or copied holds none" in said(
+        rl.InputMismatch, lambda: loaded(pictures(3))
+    )
+    bound = rl.load(tmp_path / "net.rlp", state=net).module(outputs={"out": "output"})
+    assert_same(bound(pictures(3)), {"out": net(pictures(3))})
+
+
+# ---- edited programs -----------------------------------------------------------------------------------------------
+
+EDITS = {
+    "lesion": lambda prog: prog.lesion("layer1", "b [c] h w", c=[1, 3]),
+    "swap": lambda prog: prog.swap("relu", F.gelu),
+    "with_patch": lambda prog: prog.with_patch({"stem": lambda value: value / value.shape[0]}),
+    "bypass": lambda prog: prog.bypass("layer1.1"),
+    "insert_after": lambda prog: prog.insert_after("layer2", torch.tanh),
+    "several": lambda prog: prog.lesion("layer1").swap("relu", F.silu).slice(to="layer2"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edited_program_has_its_edits_at_other_sizes_too(net, edit):
+    net.eval()
+    module = edit(rl.capture(net, pictures(2))).module()
+    for size in (2, 1, 3, 7):
+        x = pictures(size)
+        wanted = edit(rl.capture(net, x))
+        assert_same(module(x), wanted.output)
+        leaves = [p for p in net.parameters() if p.requires_grad]
+        assert_same(gradients(module(x), leaves), gradients(wanted.module()(x), leaves))
+
+
+def test_an_edit_that_fits_one_size_alone_is_refused_at_others(net):
+    prog = rl.capture(net.eval(), pictures(2))
+    module = prog.with_patch({"stem": torch.zeros(2, 6, 14, 14)}).module()
+    assert module(pictures(2)).shape == (2, 4)
+    assert "the model, or an edit of its program, raises" in said(rl.InputMismatch, lambda: module(pictures(1)))
+
+
+def test_expanded_attention_works_at_other_sizes():
+    model, inputs = MODELS["AttendedByHand"]()
+    module = rl.capture(model, *inputs(2)).expand("scaleddotproductattention").module(outputs={"pattern": "pattern_1"})
+    for size in (2, 3):
+        wanted = rl.capture(model, *inputs(size)).expand("scaleddotproductattention")["pattern_1"].value
+        assert_same(module(*inputs(size)), {"pattern": wanted})
+
+
+# ---- what it leaves alone, and what it shares ----------------------------------------------------------------------
+
+
+def test_a_capture_at_another_size_changes_nothing(net):
+    module = rl.capture(net, pictures(2)).module(outputs="layer2")
+    net.fc.weight.grad = torch.ones_like(net.fc.weight)
+    net.fc.register_forward_hook(lambda *_: None)
+    net.eval(), net.stem.requires_grad_(False)
+    net.layer1.note = ["mine"]
+    twin, seen = copy.deepcopy(net), {name: sorted(vars(one)) for name, one in net.named_modules()}
+    with pytest.raises(rl.InputMismatch):
+        module(pictures(2).repeat(1, 2, 1, 1))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    module._at_other_shapes((pictures(5),), {}, "")
+    assert_same(state, torch.get_rng_state())
+    assert_same(dict(net.state_dict()), dict(twin.state_dict()))
+    assert [p.grad is None for p in net.parameters()] == [p is not net.fc.weight for p in net.parameters()]
+    assert [p.requires_grad for p in net.parameters()] == [p.requires_grad for p in twin.parameters()]
+    assert not net.training and len(net.fc._forward_hooks) == 1 and net.layer1.note == ["mine"]
+    assert {name: sorted(vars(one)) for name, one in net.named_modules()} == seen
+
+
+def test_frozen_parameters_get_no_gradients_at_any_size(net):
+    module = rl.capture(net, pictures(2)).module(outputs="layer2")
+    net.stem.requires_grad_(False)
+    for size in (2, 3):
+        module(pictures(size)).sum().backward()
+    assert all(p.grad is None for p in net.stem.parameters())
+    assert all(p.grad is not None for p in net.layer2.parameters())
+
+
+def test_copies_functional_calls_and_state_dicts_hold_at_other_sizes(net):
+    net.eval()
+    module = rl.capture(net, pictures(2)).module()
+    twin = copy.deepcopy(module)
+    zeros = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
+    x = pictures(3)
+    assert_same(torch.func.functional_call(module, zeros, (x,)), torch.func.functional_call(net, zeros, (x,)))
+    twin.load_state_dict(zeros)
+    assert_same(twin(x), torch.zeros(3, 4))
+    assert_same(module(x), net(x))
+    module.load_state_dict({name: value * 2 for name, value in module.state_dict().items()})
+    assert_same(module(x), net(x))
+
+
+def test_a_module_of_another_dtype_says_that_its_program_is_of_one(net):
+    module = rl.capture(net.eval(), pictures(2)).module()
+    module.double()
+    assert net.fc.weight.dtype is torch.float64
+    assert "is float64" in said(rl.StaleValue, lambda: module(pictures(2).double()))
+    module.float()
+    assert_same(module(pictures(3)), net(pictures(3)))
+    again = rl.capture(net.double(), pictures(2).double()).module()
+    assert_same(again(pictures(3).double()), net(pictures(3).double()))
+
+
+def test_gradients_reach_the_input_at_other_sizes(net):
+    module = rl.capture(net.eval(), pictures(2)).module(outputs="layer1")
+    x, same = pictures(3).requires_grad_(), pictures(3).requires_grad_()
+    assert_same(gradients(module(x * 1), [x]), gradients(net.layer1(net.stem(same * 1)), [same]))
+
+
+# ---- compiled and exported -----------------------------------------------------------------------------------------
+
+COMPILED = ["BufferCutToTheBatch", "ConvolutionalInTraining", "Dropped", "Encoder", "Tied", "chunked_by_the_batch"]
+REASONS = {
+    "WritesItsInput": "it writes its inputs",
+    "KeptBetweenCalls": "it assigns or removes parameters or buffers, or gives them other memory",
+    "read_in_python": "Python reads what the model computes (item)",
+}
+
+
+def assert_compiles(name, backend, sizes, fullgraph=False):
+    torch.compiler.reset()
+    model, inputs = MODELS[name]()
+    twin = copy.deepcopy(model)
+    module = rl.capture(model, *inputs(2)).module()
+    twin(*inputs(2))
+    compiled = torch.compile(module, backend=backend, fullgraph=fullgraph)
+    for size in sizes:
+        torch.manual_seed(size)
+        if size in REFUSED[name]:
+            with pytest.raises(rl.ReplaylensError):
+                compiled(*inputs(size))
+            continue
+        found = compiled(*inputs(size))
+        torch.manual_seed(size)
+        wanted = twin(*inputs(size))
+        assert_same(found, wanted)
+        assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+        if any(one.requires_grad for one in tensors(wanted)):
+            pairs = [(found, model), (wanted, twin)]
+            assert_same(*[gradients(out, [p for p in m.parameters() if p.requires_grad]) for out, m in pairs])
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_module_compiles_whole_with_the_models_bits(name):
+    assert_compiles(name, "eager", (2, 2), fullgraph=True)
+
+
+def test_a_compiled_module_takes_other_sizes():
+    assert_compiles("ConvolutionalInTraining", "aot_eager", (2, 3, 3, 2, 7))
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_module_compiles_or_runs_as_it_is(name, backend):
+    assert_compiles(name, backend, (2, 2, 1, 1, 3, 3, 7, 2))
+
+
+@pytest.mark.zoo
+def test_inductor_compiles_a_module(net):
+    torch.compiler.reset()
+    module = rl.capture(net.eval(), pictures(2)).module(outputs={"early": "stem", "late": "layer2"})
+    compiled = torch.compile(module)
+    for size in (2, 3, 3):
+        found, wanted = compiled(pictures(size)), module(pictures(size))
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_compiled_module_follows_the_model(net):
+    torch.compiler.reset()
+    module = rl.capture(net.eval(), pictures(2)).module()
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert_same(compiled(pictures(2)), net(pictures(2)))
+    net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()}, assign=True)
+    assert_same(compiled(pictures(2)), net(pictures(2)))
+    with torch.no_grad():
+        net.fc.weight.add_(1)
+    assert_same(compiled(pictures(2)), net(pictures(2)))
+    assert not compiled(pictures(2)).requires_grad or torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("name", ["BufferCutToTheBatch", "Encoder", "Recurrent", "RunningMean", "WritesAnActivation"])
+def test_an_exported_module_gives_the_same_numbers(name):
+    model, inputs = MODELS[name]()
+    model.eval()
+    twin = copy.deepcopy(model)
+    module = rl.capture(model, *inputs(2)).module()
+    model.load_state_dict(twin.state_dict())
+    exported = torch.export.export(module, inputs(2))
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+    assert set(exported.state_dict) == set(module.state_dict())
+    assert_same(exported.module()(*inputs(2)), twin(*inputs(2)))
+
+
+def test_an_exported_slice_has_its_outputs_by_name_and_nothing_behind_them(net):
+    module = rl.capture(net.eval(), pictures(2)).module(outputs={"early": "stem", "late": "layer2"})
+    exported = torch.export.export(module, (pictures(2),))
+    assert "fc.weight" not in exported.state_dict and "layer2.0.weight" in exported.state_dict
+    x = pictures(2, 9)
+    assert_same(exported.module()(x), module(x))
+    module(pictures(5))
+    larger = torch.export.export(module, (pictures(5),))
+    assert_same(larger.module()(pictures(5, 1)), module(pictures(5, 1)))
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_cannot_be_exported_says_why(name):
+    model, inputs = MODELS[name]()
+    module = rl.capture(model, *inputs(2)).module()
+    with pytest.raises(rl.ReplaylensError) as error:
+        torch.export.export(module, inputs(2))
+    assert str(error.value) == f"the module cannot be exported: {REASONS[name]}."
+
+
+def test_an_export_has_one_size_of_batch(net):
+    module = rl.capture(net.eval(), pictures(2)).module(outputs="layer2")
+    with pytest.raises(rl.ReplaylensError, match="a program has numbers for its sizes") as error:
+        torch.export.export(module, (pictures(2),), dynamic_shapes=(({0: torch.export.Dim.DYNAMIC},),))
+    assert "export it at each size" in str(error.value)

@@ -85,9 +85,31 @@ def mutate(
     `values` holds the recorded value of each target that is a view, where a patch may have replaced it. Such a value is
     a tensor of its own, like one that a forward hook returns: the write goes to it and not to the base.
     """
+    made = mutate_surely(function, bases, args, kwargs, targets, values)
+    batched = _first_batched((bases, args, kwargs))
+    if peek_interpreter_stack() is None or (batched is not None and not torch.compiler.is_compiling()):
+        for target, where, value in zip(made.targets, targets, values, strict=True):
+            copy = made.bases[where.base]
+            strided = target.layout is torch.strided and not target.is_nested
+            if value is None and strided and _address(target) != _address(copy):
+                raise ReplaylensError(
+                    f"{function.short} wrote into a copy: on these values, a view of what it writes is a copy"
+                )
+    return made
+
+
+def mutate_surely(
+    function: Target,
+    bases: tuple[torch.Tensor, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    targets: tuple[DerivedView, ...],
+    values: tuple[torch.Tensor | None, ...],
+) -> WriteResults:
+    """The same where it is sure that what is written are views, whatever the layouts: no address is compared."""
     batched = _first_batched((bases, args, kwargs))
     with torch.enable_grad():  # the old value's gradient passes through, also where the write itself has none
-        copies = tuple([writable_copy(base, batched) for base in bases])
+        copies = tuple([_copied(base, batched) for base in bases])
     pairs = zip(targets, values, strict=True)
     written = tuple([_derive(copies, view) if held is None else writable_copy(held) for view, held in pairs])
     given, named = _concrete(args, copies, written), _concrete(kwargs, copies, written)
@@ -96,15 +118,14 @@ def mutate(
         if "out" in named
         else function.function(*given, **named)
     )
-    if peek_interpreter_stack() is None or (batched is not None and not torch.compiler.is_compiling()):
-        for target, where, value in zip(written, targets, values, strict=True):
-            copy = copies[where.base]
-            strided = target.layout is torch.strided and not target.is_nested
-            if value is None and strided and _address(target) != _address(copy):
-                raise ReplaylensError(
-                    f"{function.short} wrote into a copy: on these values, a view of what it writes is a copy"
-                )
     return WriteResults(result, written, copies)
+
+
+def _copied(base: torch.Tensor, batched: torch.Tensor | None) -> torch.Tensor:
+    """A copy to write to. The compiler does not look through all that is asked of tensors of any layout."""
+    if torch.compiler.is_compiling() and batched is None and base.is_contiguous() and not base.is_complex():
+        return base.clone()
+    return writable_copy(base, batched)
 
 
 def _concrete(value: Any, bases: tuple[torch.Tensor, ...], written: tuple[torch.Tensor, ...]) -> Any:

@@ -40,6 +40,7 @@ from .guards import departure
 from .interpreter import Code, Env, Segment, Step
 from .plan import Plan
 from .rng_stream import drawing_as_the_user, has_own_generator, leave_generator_at, stream_of, with_generator_turn
+from .traced_trees import built, is_plain, pattern_of
 
 Patched = Mapping[int, tuple[Any, ...]]  # by position: which of its values are patched, as trees of Refs
 
@@ -391,6 +392,11 @@ def reader(
         if len(flat) == 1:
             return itemgetter(slice(flat[0], flat[0] + 1)), function  # a list of one, to be starred like a tuple
         return itemgetter(*flat), function
+    trees = (node.args, tuple([value for _, value in node.kwargs]))
+    if is_traced and is_plain(trees, (list, dict, slice, tuple)) and Generator not in map(type, leaves(trees)):
+        given = pattern_of(node.args, slots.__getitem__)
+        named = tuple([(key, pattern_of(value, slots.__getitem__)) for key, value in node.kwargs])
+        return partial(_read_trees, given, () if plain else named), partial(_call_with, function)
 
     def read(env: Env) -> Any:
         def leaf(value: Any) -> Any:
@@ -409,6 +415,14 @@ def reader(
 
 def _read_slots(slots: tuple[int, ...], env: Env) -> list[Any]:
     return [env[slot] for slot in slots]
+
+
+def _read_trees(given: Any, named: Any, env: Env) -> Any:
+    return built(given, env), {key: built(pattern, env) for key, pattern in named}
+
+
+def _call_with(function: Callable[..., Any], args: Any, kwargs: Any, **more: Any) -> Any:
+    return function(*args, **kwargs, **more)
 
 
 def _same(leaf: Any) -> Any:

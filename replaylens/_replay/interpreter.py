@@ -106,7 +106,7 @@ def _interpret(code: Code, env: Env) -> Env:
                     read, call, slot, dead, rest = row
                     env[slot] = call(*read(env))
                     if rest is not None:
-                        _unpack_and_free(env, slot, rest)
+                        unpack_and_free(env, slot, rest)
                     env[dead] = None
         except Exception as error:
             if row is not None:
@@ -117,7 +117,8 @@ def _interpret(code: Code, env: Env) -> Env:
     return env
 
 
-def _unpack_and_free(env: Env, slot: int, rest: Any) -> None:
+def unpack_and_free(env: Env, slot: int, rest: Any) -> None:
+    """What follows a call of several values: each into its slot, and what nothing needs any more is let go."""
     parts, dead = rest
     for path, part in parts:
         env[part] = part_at(env[slot], path)

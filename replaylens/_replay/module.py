@@ -20,16 +20,25 @@ from .._ir.graph import Graph
 from .._ir.memory import writable_copy
 from .._ir.model_state import PLAIN, StatePlace, same_layouts
 from .._ir.node import Ref, State, TensorSpec
-from .._ir.torch_private import peek_interpreter_stack
+from .._ir.torch_private import peek_interpreter_stack, pytree
 from ..errors import InputMismatch, ReplaylensError, StaleValue
 from .guards import diverged_error
 from .move import InitialStateLayout, addresses_given_memory
 from .other_shapes import Shapes, difference_beside_sizes, fixed_sizes, recorded_shapes, shapes_of
 from .record import Record
 from .shaped_forward import ShapedForward
+from .traced_forward import has_symbols, traced_forward
 
 MOST_SHAPES = 64  # of which a module keeps the program
 AT_THIS_SHAPE = "Where the model takes this shape: capture it there, and make the module of that program."
+OTHER_KIND = (
+    "what it was given, or its state, is not of a shape, dtype, layout or structure for which it has the program. Call "
+    "it once at that shape before it is exported"
+)
+NO_SYMBOLS = (
+    "dynamic_shapes= leaves a size open, and a program has numbers for its sizes, which hold for those captured. Call "
+    "it at each size that is wanted, and export it at each size; or export the model itself"
+)
 NO_MODEL = (
     "A module of a captured program would capture the model again at this shape; what was loaded without state=, moved "
     "or copied holds none."
@@ -99,7 +108,7 @@ class ProgramModule(StateHolder):
                 "one in each call. Capture the model again, if it has settled by now, or call the model."
             )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
-        hidden["_record"], hidden["_forward"] = record, ShapedForward(record)
+        hidden["_record"] = record
         hidden["_elsewhere"], hidden["_capture_at"] = {}, capture_at
         hidden["_fitting"] = [], _never
         hidden["_exchanged"] = addresses_given_memory(record.graph)
@@ -109,6 +118,12 @@ class ProgramModule(StateHolder):
         ends = [*[address for address, _ in record.graph.changes], *record.graph.removed]
         hidden["_ends"] = {place.address: place for places in held.values() for place in places}
         hidden["_ends"] |= {address: _written_place(self, record, address) for address in ends if address not in known}
+        hidden["_forward"] = self._shaped(record)
+
+    def _shaped(self, record: Record) -> ShapedForward:
+        """The forward at the shapes of a record."""
+        held = {name: places[0] for name, places in self._held.items()}
+        return ShapedForward(record, lambda grad: traced_forward(record, grad, held, self._ends, bool(self._exchanged)))
 
     def follow(self) -> None:
         """Refreshes the tensors from the model: `load_state_dict(assign=True)` gives it others."""
@@ -136,6 +151,27 @@ class ProgramModule(StateHolder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the program for these inputs."""
+        return (self._traced if torch.compiler.is_compiling() else self._run)(args, kwargs)
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same while torch.compile or torch.export traces it; as it is where these cannot."""
+        grad, why = torch.is_grad_enabled(), OTHER_KIND
+        if torch.compiler.is_exporting() and any(has_symbols(one) for one in pytree.tree_leaves((args, kwargs))):
+            raise ReplaylensError(f"the module cannot be exported: {NO_SYMBOLS}.")
+        for shaped in (self._forward, *self._elsewhere.values()):
+            traced = shaped.traced[grad]
+            if isinstance(traced, str):
+                why = traced
+            elif traced.has_recurrent_kernels and not torch.compiler.is_exporting():
+                break
+            elif (found := traced.run(args, kwargs)) is not None:
+                return found[0]
+        if torch.compiler.is_exporting():
+            raise ReplaylensError(f"the module cannot be exported: {why}.")
+        return _untraced(self, args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, with everything asked that can be asked of values."""
         for departure in self._begun.departures(lambda address: self._ends[address].now()):
             raise diverged_error(departure)
         held = {name: tensor for name, places in self._held.items() if (tensor := places[0].now()) is not None}
@@ -162,7 +198,7 @@ class ProgramModule(StateHolder):
             text = mismatch.partition("\n")[0]
             if len(self._elsewhere) >= MOST_SHAPES:
                 self._elsewhere.pop(next(iter(self._elsewhere)))
-            self._elsewhere[key] = ShapedForward(self._same_program_at(args, kwargs, now, text))
+            self._elsewhere[key] = self._shaped(self._same_program_at(args, kwargs, now, text))
         return self._elsewhere[key]
 
     def _same_program_at(self, args: Any, kwargs: Any, now: Shapes, text: str) -> Record:
@@ -232,6 +268,12 @@ class ProgramModule(StateHolder):
             "a module made from a program holds the model's functions, and cannot be pickled or saved as it is.\n"
             "Save its state_dict(), and load that into a module made again: prog.module(...).load_state_dict(...)."
         )
+
+
+@torch.compiler.disable
+def _untraced(module: ProgramModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch.compile leaves as it is."""
+    return module._run(args, kwargs)
 
 
 def _require_alike(node: State, tensor: torch.Tensor | None) -> None:

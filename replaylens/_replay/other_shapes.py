@@ -21,6 +21,13 @@ from .._ir.printer import expression, node_line
 from .._ir.trees import Branch, freeze_deep, leaves, named_items, walk
 from .record import Record
 
+_SIZED = frozenset(
+    (
+        *("view", "reshape", "unflatten", "expand", "broadcast_to", "repeat", "tile", "as_strided", "narrow", "split"),
+        *("zeros", "ones", "full", "empty", "rand", "randn", "randint", "arange", "linspace", "eye", "tensor"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "tril_indices", "triu_indices", "chunk", "div", "truediv"),
+    )
+)  # where a number is most likely a size
 Shapes = Mapping[str, tuple[int, ...]]  # by the name of an input
 
 
@@ -61,7 +68,8 @@ def fixed_sizes(graph: Graph, then: Shapes, now: Shapes, most: int = 3) -> str:
     found = [
         node_line(call)
         for call in graph.calls
-        if any(type(leaf) is int and leaf in sizes for tree in call.trees for leaf in leaves(tree))
+        if call.target.short in _SIZED
+        and any(type(leaf) is int and leaf in sizes for tree in call.trees for leaf in leaves(tree))
     ]
     lines = found[:most] + [f"and {len(found) - most} more"] * (len(found) > most)
     return "".join(f"\n    {line}" for line in lines)

@@ -6,6 +6,7 @@ takes the recorded path, with fresh draws and, if the caller wants them, gradien
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ Held = dict[str, torch.Tensor]  # by the name of a node: what the model holds th
 class ShapedForward:
     """One recorded forward, and its code."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, traced: Callable[[bool], Any]) -> None:
         graph = record.graph
         self.record, self.graph = record, graph
+        self.traced = {grad: traced(grad) for grad in (True, False)}  # for torch.compile: see traced_forward.py
         self.codes: dict[bool, Code] = {}
         self.sources = tuple([node.name for node in graph.nodes if not isinstance(node, Call)])  # what is no call
         self.asks_state = bool(graph.asked) or depends_on_layout(graph)  # of its layouts or flags, perhaps
