@@ -34,8 +34,10 @@ from ._extract.linear_probe import LayerScores as LayerScores, probe as probe
 from ._extract.projection import SRP as SRP
 from ._extract.similarity import cka as cka, rdm as rdm
 from ._replay.gradients import Grads as Grads
+from ._scale.distribute import Execution as Execution
 from ._scale.on_ray import on_ray as on_ray
-from ._study.attribution import Attribution as Attribution, attribution as attribution
+from ._study.attributed_pairs import Attributions as Attributions, attribution as attribution
+from ._study.attribution import Attribution as Attribution
 from ._study.paths import path_patch as path_patch
 from ._study.sweep import Sweep as Sweep, sweep as sweep
 from ._sweep.batch_runner import Replays as Replays

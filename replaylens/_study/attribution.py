@@ -1,19 +1,19 @@
-"""attribution: the effect of patching each layer on a metric, estimated from gradients.
+"""Attribution: the effect of patching each layer on a metric, estimated from gradients.
 
 In: two programs of one model, a metric, layers. Out: an Attribution: for each layer the estimated change of the metric,
-as a whole or per index of the axes that a part brackets.
+as a whole or per index of the axes that a part brackets. What people call is in attributed_pairs.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
-from .._edit.part import Part, as_part
+from .._edit.part import Part
 from .._ir.util import optional
 from .._ir.value_source import Saved
 from .._layers.index import LayerIndex
@@ -111,8 +111,7 @@ class Attribution(Saved, Mapping[str, torch.Tensor]):
 
     def _along(self, label: str, indices: Indices) -> list[int | None]:
         """The index of a score along each of the axes that any layer has."""
-        own = dict(zip([name for name, _ in self.axes[label]], indices, strict=True))
-        return [own.get(name) for name in self._axis_names]
+        return along(self.axes[label], indices, self._axis_names)
 
     def _rows(self) -> Iterator[tuple[str, Indices, float]]:
         for label, score in self.scores.items():
@@ -134,36 +133,32 @@ class Attribution(Saved, Mapping[str, torch.Tensor]):
         return "\n".join([repr(self), *(f"  {line}" for line in lines)])
 
 
-def attribution(
-    clean: Program | Run,
-    corrupt: Program,
-    metric: Callable[[Any], torch.Tensor],
-    at: Any = None,
-    *,
-    method: str = "patching",
-    steps: int = 16,
-    part: Part | str | None = None,
-    **axes: Any,
+def along(axes: Axes, indices: Indices, names: Iterable[str]) -> list[int | None]:
+    """The index of a score along each of these axes; None along those that it has not."""
+    own = dict(zip([name for name, _ in axes], indices, strict=True))
+    return [own.get(name) for name in names]
+
+
+@frozen
+class Question:
+    """What is asked of a pair: which layers, by which method, for which parts of them."""
+
+    at: Any = None
+    method: str = field(default="patching")
+    steps: int = 16
+    part: Part | None = None
+
+    @method.validator
+    def _is_known(self, attribute: Any, method: str) -> None:
+        if method not in ("patching", "integrated"):
+            raise ValueError(f"method must be 'patching' or 'integrated', not {method!r}.")
+
+
+def attributed(
+    clean: Program | Run, corrupt: Program, metric: Callable[[Any], torch.Tensor], asked: Question
 ) -> Attribution:
-    """How much each layer of the clean run would move the metric of the corrupt run, if it were patched in.
-
-    `metric` makes one number of a model's output. `at` names layers as `prog.grads` takes them; if not given, every
-    layer that gradients reach, and that the part fits. A layer's score is summed over all axes but those that `part`
-    brackets: `part="b [t] d"` gives one score a position, `part="b t ([head] d)", d=64` one a head.
-
-    `method="patching"` is attribution patching: (clean value - corrupt value) * gradient at the corrupt value. It takes
-    one replay and one backward pass for all layers, and is exact as far as the metric is linear in a layer.
-    `method="integrated"` takes the mean gradient over `steps` points of the straight line from the corrupt to the clean
-    value of a layer, all else being as in the corrupt run. Each layer has a line of its own, because only then do its
-    scores add up to what patching that layer does (the more exactly, the more steps): on lines from input to input the
-    layers would be moved together, and none of them straight. It takes `steps` replays and backward passes a layer.
-
-    Swap the programs for the effect of corrupting the clean run.
-    """
-    if method not in ("patching", "integrated"):
-        raise ValueError(f"method must be 'patching' or 'integrated', not {method!r}.")
-    wanted = as_part(part, axes)
-    grads = corrupt.grads(of=metric, at=at)
+    """The effect of each layer of the clean run on the metric of the corrupt one."""
+    grads = corrupt.grads(of=metric, at=asked.at)
     before = clean.saving("all") if isinstance(clean, Program) else clean
     after, without = corrupt.saving("all"), grads.without
     scores: dict[str, torch.Tensor] = {}
@@ -171,23 +166,23 @@ def attribution(
     for label, gradient in grads.items():
         change = _change(before, after, label)
         try:
-            if wanted is not None:
-                _require_fit(wanted, label, gradient)
+            if asked.part is not None:
+                _require_fit(asked.part, label, gradient)
             slopes = (
                 _float_tensors(gradient)
-                if method == "patching"
-                else _mean_gradient(after, metric, label, change, steps)
+                if asked.method == "patching"
+                else _mean_gradient(after, metric, label, change, asked.steps)
             )
         except (BadPart, DivergedReplay) as error:
-            if at is not None:
+            if asked.at is not None:
                 raise
             without[label] = str(error).partition("\n")[0].rstrip(".")
             continue
-        scores[label], found[label] = _score(wanted, change, slopes)
+        scores[label], found[label] = _score(asked.part, change, slopes)
     if not scores:
         raise ReplaylensError(f"none of the layers has a score: {next(iter(without.values()))}.")
     number = float(metric(clean.output).detach())
-    return Attribution(method, wanted, float(grads.metric), number, scores, found, without, corrupt._index)
+    return Attribution(asked.method, asked.part, float(grads.metric), number, scores, found, without, corrupt._index)
 
 
 def _float_tensors(value: Any) -> list[torch.Tensor | None]:
@@ -269,10 +264,10 @@ def _require_fit(part: Part, label: str, gradient: Any) -> None:
 # -- as a file ---------------------------------------------------------------------------------------------------------
 
 
-def _write_attribution(writer: TreeWriter, found: Attribution) -> Callable[[], Any]:
+def attribution_json(writer: TreeWriter, found: Attribution) -> Any:
     """The scores, with the graph of the corrupt program, by which layers are found under any name."""
     axes = {label: [[name, list(indices)] for name, indices in of] for label, of in found.axes.items()}
-    made = {
+    return {
         "graph": graph_json(writer, found._index.graph),
         "method": found.method,
         "part": None if found.part is None else writer.part(found.part),
@@ -280,10 +275,15 @@ def _write_attribution(writer: TreeWriter, found: Attribution) -> Callable[[], A
         "scores": [[label, axes[label], writer.pool.add(score, label)] for label, score in found.scores.items()],
         "without": dict(found.without),
     }
+
+
+def _write_attribution(writer: TreeWriter, found: Attribution) -> Callable[[], Any]:
+    made = attribution_json(writer, found)
     return lambda: made
 
 
-def _read_attribution(reader: TreeReader, json: Any) -> Attribution:
+def read_attribution(reader: TreeReader, json: Any) -> Attribution:
+    """An attribution, if it fits together."""
     given = mapping(json)
     if {*given} != {"graph", "method", "part", "metrics", "scores", "without"}:
         bad("an attribution lacks a part, or has others")
@@ -311,4 +311,4 @@ def _read_axis(json: Any) -> tuple[str, Indices]:
     return text(name), tuple(map(natural, items(indices)))
 
 
-register(Kind("attribution", Attribution, _write_attribution, _read_attribution))
+register(Kind("attribution", Attribution, _write_attribution, read_attribution))

@@ -407,7 +407,7 @@ def _read_sweep(reader: TreeReader, json: Any) -> Sweep:
 def _replays_json(writer: TreeWriter, found: Replays) -> Any:
     places = {key: number for number, key in enumerate(found.keys)}
     return {
-        "keys": [_key_json(writer, key) for key in found.keys],
+        "keys": [key_json(writer, key) for key in found.keys],
         "values": structure_json(writer, found.values, "values"),
         "baseline": structure_json(writer, found.baseline, "baseline"),
         "departures": [[places[key], departure_json(writer, one)] for key, one in found.departures.items()],
@@ -421,7 +421,7 @@ def _read_replays(reader: TreeReader, json: Any) -> Replays:
     if {*given} - {"execution"} != {"keys", "values", "baseline", "departures", "one_by_one"}:
         bad("the results of variants lack a part, or have others")
     keys = tuple(map(reader.value, items(given["keys"], 1)))
-    if not all(map(_is_word, keys)) or len({*keys}) != len(keys):
+    if not all(map(is_word, keys)) or len({*keys}) != len(keys):
         bad("the keys of variants are none, or occur twice")
     values, baseline = read_structure(reader, given["values"]), read_structure(reader, given["baseline"])
     stacks = [one for one in parts_of(values).values() if isinstance(one, torch.Tensor)]
@@ -429,26 +429,29 @@ def _read_replays(reader: TreeReader, json: Any) -> Replays:
         bad("there are other values than variants")
     rows = [exactly(row, 2) for row in items(given["departures"])]
     departures = {_key_at(keys, at): read_departure(reader, one) for at, one in rows}
-    execution = _read_execution(given["execution"]) if "execution" in given else None
+    execution = read_execution(given["execution"]) if "execution" in given else None
     return Replays(keys, values, baseline, departures, texts(given["one_by_one"]), execution)
 
 
-def _read_execution(json: Any) -> Execution:
+def read_execution(json: Any) -> Execution:
+    """Where work was done, as a file says it."""
     engine, *counts = exactly(json, 6)
     return Execution(text(engine), *map(natural, counts))
 
 
-def _key_json(writer: TreeWriter, key: Any) -> Any:
-    if not _is_word(key):
+def key_json(writer: TreeWriter, key: Any, of: str = "variant") -> Any:
+    """A key of a variant, or of something else that has one, if a file holds it."""
+    if not is_word(key):
         raise CannotSave(
-            f"a variant has the key {key!r:.60}, of type {type(key).__name__}, which a file does not hold.\n"
-            "Name variants by words, numbers, truth values, None, or tuples of these."
+            f"a {of} has the key {key!r:.60}, of type {type(key).__name__}, which a file does not hold.\n"
+            f"Name {of}s by words, numbers, truth values, None, or tuples of these."
         )
     return writer.value(key)
 
 
-def _is_word(key: Any) -> bool:
-    return all(map(_is_word, key)) if type(key) is tuple else type(key) in (str, int, float, bool, complex, type(None))
+def is_word(key: Any) -> bool:
+    """True for what a file holds as a key."""
+    return all(map(is_word, key)) if type(key) is tuple else type(key) in (str, int, float, bool, complex, type(None))
 
 
 def _key_at(keys: tuple[Any, ...], at: Any) -> Any:

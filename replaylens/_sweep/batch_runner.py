@@ -142,7 +142,9 @@ PATIENCE = 2.0  # seconds before a bar is shown that was not asked for
 
 @contextmanager
 def progress_bar(total: int | None, wanted: bool | None, unit: str = "variant") -> Iterator[Callable[[int], None]]:
-    """`tick(n)`: n more are done. `wanted` None: a bar on a terminal or in a notebook if it takes long."""
+    """`tick(n)`: n more are done, of `total` if that is known. `wanted` None: a bar on a terminal or in a notebook, if
+    it takes long.
+    """
     if wanted is False or (wanted is None and not _is_interactive()):
         yield lambda count: None
         return
