@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from internals import Forward, call_with, data_source, digest_of, known_labels, row_labels
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,7 +26,7 @@ from torch.utils.data import (
 )
 
 import replaylens as rl
-from replaylens.errors import BadSource
+from replaylens.errors import BadSource, PlanDiffers
 
 X = torch.arange(22.0).reshape(11, 2)
 Y = torch.arange(11)
@@ -541,3 +542,43 @@ def test_a_source_that_was_sent_draws_nothing_in_a_fresh_process(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "source"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[4, 3] True"
+
+
+# -- extracted -------------------------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    """A model whose layer says what row it was given."""
+
+    def forward(self, x):
+        return (2 * x).relu()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_extracted_of_any_data_are_their_rows(kind):
+    features = rl.extract(Doubled(), KINDS[kind](), "relu_1", shard_bytes=24, inputs=INPUTS.get(kind))
+    assert np.array_equal(features["relu_1"][...], 2 * X.numpy())
+    labels = {name: one.tolist() for name, one in features.labels.items()}
+    assert labels in ({}, {"target": NUMBERS}, {"label": NUMBERS}, {"y": NUMBERS})
+
+
+INPUTS = {"mapping": "x"}
+
+
+def test_a_folder_of_pictures_is_extracted_with_its_paths(folder):
+    features = rl.extract(Doubled(), folder, "relu_1", transform=as_tensor, batch_size=2, reduce="b c h w -> b")
+    assert features["relu_1"][...].tolist() == [60, 40, 20, 0, 80]
+    assert features.labels["category"].tolist() == ["a", "a", "b", "b", ""]
+
+
+def test_data_that_are_other_data_when_an_extraction_is_gone_on_with_are_told(tmp_path):
+    torch.manual_seed(0)
+    features = rl.extract(Doubled(), Noisy(), "relu_1", to=tmp_path / "x.zarr", batch_size=4)
+    assert features.is_complete
+    with pytest.raises(PlanDiffers, match="first_batch: begun with"):
+        rl.extract(Doubled(), Noisy(), "relu_1", to=tmp_path / "x.zarr", batch_size=4)
+
+
+def test_a_label_of_the_data_that_is_called_as_a_layer_is_told():
+    with pytest.raises(BadSource, match="'relu_1' is the name of a layer and of a label"):
+        rl.extract(Doubled(), {"x": X, "relu_1": Y}, "relu_1")
