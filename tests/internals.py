@@ -67,6 +67,7 @@ from replaylens._edit.patch import (
     patch_of as patch_of,
 )
 from replaylens._edit.rewrite import prune as prune, reading as reading, renamed as renamed, replace as replace
+from replaylens._extract import extraction_plan as extraction_plan
 from replaylens._extract.data_source import data_source as data_source
 from replaylens._extract.extraction_plan import ArrayPlan as ArrayPlan
 from replaylens._extract.feature_folder import target_of as target_of

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from internals import ArrayPlan, ExtractionPlan, Features, LazyArray, clashes, folder_name, row_labels, target_of
+from internals import ArrayPlan, Features, LazyArray, clashes, extraction_plan, folder_name, row_labels, target_of
 
 from replaylens.errors import BadFeatures, BadFile, BadSource, NoSuchLayer
 
@@ -33,7 +33,7 @@ def begun(path, arrays, labels=None, shard_rows=4, axes=None, done=None):
         for name, one in arrays.items()
     )  # fmt: skip
     total = len(next(iter(arrays.values())))
-    target = target_of(ExtractionPlan(plans, shard_rows, total, {"model": "Net"}), path)
+    target = target_of(extraction_plan.Plan(plans, shard_rows, total, {"model": "Net"}), path)
     known = row_labels(labels, total)
     target.begin(known, True, False)
     accounts = {}
@@ -224,13 +224,16 @@ def test_names_that_are_not_there_are_answered_with_the_nearest(lying):
 
 def test_an_array_is_found_by_the_layer_and_by_the_label_that_it_is_of():
     rows = {
-        "layer4": {"layer": "layer4", "label": "relu_9", "what": "activation"},
-        "layer4.grad": {"layer": "layer4", "label": "relu_9", "what": "grad"},
+        "layer4": {"layer": "layer4", "label": "relu_9_31", "what": "activation"},
+        "layer4.grad": {"layer": "layer4", "label": "relu_9_31", "what": "grad"},
         "lstm.0": {"layer": "lstm", "label": "lstm_1", "what": "activation"},
         "lstm.1": {"layer": "lstm", "label": "lstm_1", "what": "activation"},
     }
     features = Features.of({name: np.full((2, 1), place) for place, name in enumerate(rows)}, {}, {"arrays": rows})
-    assert features["relu_9"].name == "layer4" and features["layer4.grad"].name == "layer4.grad"
+    assert (
+        features["relu_9_31"].name == features["relu_9"].name == "layer4"
+        and features["layer4.grad"].name == "layer4.grad"
+    )
     with pytest.raises(NoSuchLayer, match=r"'lstm' is several arrays: 'lstm\.0', 'lstm\.1'\. Name one"):
         features["lstm"]
 
@@ -318,7 +321,7 @@ def test_a_label_that_the_data_bring_is_nan_where_they_were_not_read(tmp_path):
         ArrayPlan("fc", "fc", "fc", "activation", None, (6,), "float32", "float32", (None,)),
         ArrayPlan("target", "", "", "label", None, (), "int64", "int64", (), is_label=True),
     )
-    target = target_of(ExtractionPlan(plans, 4, 11, {"model": "Net"}), tmp_path / "x.zarr")
+    target = target_of(extraction_plan.Plan(plans, 4, 11, {"model": "Net"}), tmp_path / "x.zarr")
     target.begin({}, True, False)
     accounts = {0: target.write(0, {"fc": ARRAYS["fc"][:4], "target": label[:4]}, 0)}
     found = Features.open(tmp_path / "x.zarr").labels["target"]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from attrs import field, frozen
 
+from .._ir.label import Label
 from .._ir.util import is_glob, matches
 from .._layers.format import Table, format_bytes, format_passes
 from ..errors import BadFeatures, BadFile, NoSuchLayer
@@ -109,7 +110,7 @@ class Features(Mapping[str, LazyArray]):
         if step.isdecimal() and whole in self and self[whole].has_time and 0 < int(step) <= self[whole].shape[1]:
             return [self[whole].at_step(int(step) - 1)]
         rows = [(array, row) for array, row in self.attributes.get("arrays", {}).items() if array in self.arrays]
-        found = [(array, row) for array, row in rows if name in (row.get("layer"), row.get("label"))]
+        found = [(array, row) for array, row in rows if name in _names(row)]
         activations = [array for array, row in found if row.get("what", "activation") == "activation"]
         return [self.arrays[array] for array in activations or [array for array, _ in found]]
 
@@ -212,6 +213,12 @@ class Features(Mapping[str, LazyArray]):
 def steps_of(array: LazyArray) -> list[LazyArray]:
     """An array that has a time axis, step by step; any other as it is."""
     return [array.at_step(step) for step in range(array.shape[1])] if array.has_time else [array]
+
+
+def _names(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What else an array is called: as its layer, and `relu_2` where its label is `relu_2_5`."""
+    label = row.get("label")
+    return row.get("layer"), label, Label.of(label).short if isinstance(label, str) and label else None
 
 
 def _reduced(known: Mapping[str, Any], name: str) -> str | None:

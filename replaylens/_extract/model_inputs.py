@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from .._ir.graph import Graph
 from ..errors import BadSource
-from .data_source import rows_of, batch_tensors
+from .data_source import batch_tensors, rows_of
 
 ROUND = 64  # bytes
 
