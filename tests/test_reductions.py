@@ -206,9 +206,9 @@ def test_a_projection_keeps_as_many_numbers_as_it_says():
     srp = SRP(64)
     reduction = Reduction("layer", (srp,))
     reduction(torch.ones(2, 100, 100))
-    [matrix] = reduction._matrices.values()
-    assert matrix._nnz() == 64 * 100  # 64 times the root of 10,000
-    assert matrix.coalesce()._nnz() == 64 * 100
+    [sums] = reduction._matrices.values()
+    assert sums.places.shape == sums.weights.shape == (64, 100)  # 100 is the root of 10,000
+    assert all(len({*row.tolist()}) == 100 for row in sums.places)
     dense = reduced(torch.eye(30), SRP(5, density=1.0))
     assert (dense != 0).all()
 
@@ -226,6 +226,21 @@ def test_a_projection_of_odd_sizes():
     with pytest.raises(TypeError, match="SRP projects real numbers") as caught:
         reduced(torch.ones(3, 4, dtype=torch.complex64), SRP(7))
     assert caught.value.__notes__ == ["replaylens: raised by reduce= for layer, which gives (3, 4) torch.complex64."]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_projection_is_its_weighted_sums_and_the_same_bits_by_any_threads(dtype):
+    value = torch.randn(33, 3000, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    reduction, threads = Reduction("layer", (SRP(100),)), torch.get_num_threads()
+    whole = reduction(value)
+    try:
+        torch.set_num_threads(2 if threads == 1 else 1)
+        assert torch.equal(reduction(value), whole)
+    finally:
+        torch.set_num_threads(threads)
+    [sums] = reduction._matrices.values()
+    by_hand = (value[:, sums.places.long()] * sums.weights).sum(-1)
+    assert torch.allclose(whole, by_hand, atol=1e-4)
 
 
 def test_mistakes_in_a_projection_are_told():

@@ -14,6 +14,7 @@ import math
 import numpy as np
 import torch
 from attrs import frozen
+from torch.nn.functional import embedding_bag
 
 _IN_FULL = (torch.float32, torch.float64)
 
@@ -42,7 +43,15 @@ class SRP:
             )
 
 
-Matrices = dict[tuple["SRP", int, torch.device, torch.dtype], torch.Tensor]
+@frozen(eq=False)
+class Sums:
+    """A sparse matrix whose rows have one number of entries each: where they are, and what they are."""
+
+    places: torch.Tensor
+    weights: torch.Tensor
+
+
+Matrices = dict[tuple[SRP, int, torch.device, torch.dtype], Sums]
 
 
 def projected(srp: SRP, value: torch.Tensor, layer: str, matrices: Matrices) -> torch.Tensor:
@@ -51,29 +60,31 @@ def projected(srp: SRP, value: torch.Tensor, layer: str, matrices: Matrices) -> 
         raise TypeError("SRP projects real numbers. Put `torch.view_as_real` before it.")
     rows = value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)
     full = rows if rows.dtype in _IN_FULL else rows.float()
+    if not full.numel():
+        return full.new_zeros(len(full), srp.width)
     key = srp, full.shape[1], full.device, full.dtype
     if key not in matrices:
-        matrices[key] = _matrix(srp, layer, full.shape[1]).to(full.device, full.dtype)
-    return torch.sparse.mm(matrices[key], full.t().contiguous()).t().contiguous()
+        drawn = _drawn(srp, layer, full.shape[1])
+        matrices[key] = Sums(drawn.places.to(full.device), drawn.weights.to(full.device, full.dtype))
+    sums = matrices[key]
+    # Weighted sums of rows, several times as fast as a product with a sparse tensor.
+    found = embedding_bag(sums.places, full.detach().t().contiguous(), per_sample_weights=sums.weights, mode="sum")
+    return found.t().contiguous()
 
 
-def _matrix(srp: SRP, layer: str, width: int) -> torch.Tensor:
+def _drawn(srp: SRP, layer: str, width: int) -> Sums:
     """The projection of one layer of this width, in float64: in each row one entry of each of `count` stretches of the
     layer, so that none is taken twice. It is as large as the root of its stretch, so that squared lengths are right on
     average, whatever the layer holds.
     """
-    density = 1 / math.sqrt(max(width, 1)) if srp.density is None else srp.density
+    density = 1 / math.sqrt(width) if srp.density is None else srp.density
     count = min(width, max(1, round(width * density)))
     said = f"replaylens.SRP {layer} {width} {srp.width} {srp.seed} {count}"
     seed = int.from_bytes(hashlib.sha256(said.encode()).digest(), "little")
     drawn = np.random.Philox(key=seed % 2**128).random_raw(srp.width * count).reshape(srp.width, count)
-    begin = np.arange(count, dtype=np.int64) * width // max(count, 1)
+    begin = np.arange(count, dtype=np.int64) * width // count
     sizes = np.diff(begin, append=width)
-    columns = begin + ((drawn >> np.uint64(1)) % sizes.astype(np.uint64)).astype(np.int64)
-    values = np.where(drawn & np.uint64(1), 1.0, -1.0) * np.sqrt(sizes / srp.width)
-    rows = np.repeat(np.arange(srp.width, dtype=np.int64), count)
-    places = torch.from_numpy(np.stack([rows, columns.reshape(-1)]))
-    # Each row's columns rise, so that nothing is left to be sorted.
-    return torch.sparse_coo_tensor(
-        places, torch.from_numpy(values.reshape(-1)), (srp.width, width), is_coalesced=True, check_invariants=False
-    )
+    places = begin + ((drawn >> np.uint64(1)) % sizes.astype(np.uint64)).astype(np.int64)
+    weights = np.where(drawn & np.uint64(1), 1.0, -1.0) * np.sqrt(sizes / srp.width)
+    small = np.int32 if width < 2**31 else np.int64
+    return Sums(torch.from_numpy(places.astype(small)), torch.from_numpy(weights))
