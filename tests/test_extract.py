@@ -364,7 +364,7 @@ def stop_after(rows, model, x, layers, **how):
 
 def test_an_error_of_the_data_or_the_model_says_at_which_row_and_what_was_done_is_kept(tmp_path):
     model, x = cnn(), images(40)
-    with pytest.raises(OSError) as error:
+    with pytest.raises(OSError, match="cannot read it") as error:
         rl.extract(model, Bad(x, 17), NAMES, to=tmp_path / "x.zarr", batch_size=4)
     assert any("row 16" in note for note in error.value.__notes__)
     bad = x.clone()
@@ -524,9 +524,7 @@ def test_a_full_disk_says_so_and_loses_nothing(kind, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             with pytest.raises(OSError, match="No space left") as error:
-                for _ in range(100):
-                    extract_again(folder)
-                    folder = tmp_path / f"full {period}" / kind
+                extract_again(folder)
         assert any("run the same extract() again" in note for note in error.value.__notes__)
     extract_again(folder)
     assert tree(folder) == wanted
@@ -623,7 +621,7 @@ def test_a_lost_or_cut_file_of_a_shard_that_was_done_is_made_anew(tmp_path):
     wanted, folder = whole(tmp_path), tmp_path / "cut" / "x.zarr"
     stop_at_shard(folder, 4)
     pieces = sorted((folder / "fc" / "c").rglob("0"))
-    os.truncate([one for one in pieces if one.is_file()][0], 3)
+    os.truncate(next(one for one in pieces if one.is_file()), 3)
     next(one for one in (folder / "conv1").rglob("*") if one.is_file() and one.name == "0").unlink()
     extract_again(folder)
     assert tree(folder) == wanted
@@ -796,22 +794,22 @@ def test_a_stream_cannot_be_shared_out():
 def test_bad_words_are_answered_with_what_to_give(tmp_path):
     model, x = cnn(), images(8)
     cases = [
-        (dict(layers="conv9"), NoSuchLayer, "conv9"),
-        (dict(layers=[]), NoSuchLayer, "names no layer"),
-        (dict(layers=nn.Conv2d), TypeError, "conv2d"),
-        (dict(layers="fc", to="features.h5"), ValueError, "features.zarr"),
-        (dict(layers="fc", to=3), ValueError, "features.zarr"),
-        (dict(layers="fc", what="gradient"), ValueError, "'activation', 'grad'"),
-        (dict(layers="fc", what="grad"), TypeError, "of="),
-        (dict(layers="fc", of=torch.sum), TypeError, "what="),
-        (dict(layers="fc", reduce="b c h w -> b c"), BadPart, "fc"),
-        (dict(layers="fc", reduce={"conv*": "b c h w -> b c"}), NoSuchLayer, "conv"),
-        (dict(layers="fc", total=9), BadSource, "have 8"),
-        (dict(layers="fc", total=0), ValueError, "total="),
-        (dict(layers="fc", labels={"stimulus": [1]}), BadSource, "'stimulus' has 1"),
-        (dict(layers="fc", labels={"fc": range(8)}), BadSource, "a layer and of a label"),
-        (dict(layers="fc", edit=lambda prog: None), TypeError, "NoneType"),
-        (dict(layers="fc", batch_size=0), ValueError, "batch_size="),
+        ({"layers": "conv9"}, NoSuchLayer, "conv9"),
+        ({"layers": []}, NoSuchLayer, "names no layer"),
+        ({"layers": nn.Conv2d}, TypeError, "conv2d"),
+        ({"layers": "fc", "to": "features.h5"}, ValueError, "features.zarr"),
+        ({"layers": "fc", "to": 3}, ValueError, "features.zarr"),
+        ({"layers": "fc", "what": "gradient"}, ValueError, "'activation', 'grad'"),
+        ({"layers": "fc", "what": "grad"}, TypeError, "of="),
+        ({"layers": "fc", "of": torch.sum}, TypeError, "what="),
+        ({"layers": "fc", "reduce": "b c h w -> b c"}, BadPart, "fc"),
+        ({"layers": "fc", "reduce": {"conv*": "b c h w -> b c"}}, NoSuchLayer, "conv"),
+        ({"layers": "fc", "total": 9}, BadSource, "have 8"),
+        ({"layers": "fc", "total": 0}, ValueError, "total="),
+        ({"layers": "fc", "labels": {"stimulus": [1]}}, BadSource, "'stimulus' has 1"),
+        ({"layers": "fc", "labels": {"fc": range(8)}}, BadSource, "a layer and of a label"),
+        ({"layers": "fc", "edit": lambda prog: None}, TypeError, "NoneType"),
+        ({"layers": "fc", "batch_size": 0}, ValueError, "batch_size="),
     ]
     for how, error, words in cases:
         with pytest.raises(error, match=words):
