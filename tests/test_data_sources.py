@@ -392,45 +392,45 @@ def anything(*args, **kwargs):
 
 
 def shown(given, model, inputs=None):
-    """Arguments, keywords, labels and what was dropped, in short."""
+    """Arguments, keywords and labels, in short."""
     call = call_with(given, Forward.of(model), inputs)
     assert call.rows == 11
-    return len(call.args), [*call.kwargs], {name: one.tolist() for name, one in call.labels.items()}, call.dropped
+    return len(call.args), [*call.kwargs], {name: one.tolist() for name, one in call.labels.items()}
 
 
 NUMBERS = list(range(11))
 
 
 def test_what_of_a_batch_is_the_input_and_what_is_a_label_of_its_rows():
-    assert shown(X, net) == (1, [], {}, ())
-    assert shown([X], net) == (1, [], {}, ())
-    assert shown([X, Y], net) == (1, [], {"target": NUMBERS}, ())
-    assert shown((X, Y), optional_mask) == (1, [], {"target": NUMBERS}, ())
-    assert shown((X, Y), torch.nn.Linear(2, 2)) == (1, [], {"target": NUMBERS}, ())
-    assert shown((X, X), net) == (1, [], {}, ("target",))
-    assert shown((X, ["a"] * 11), net) == (1, [], {}, ("target",))
-    assert shown((X, X), two) == (2, [], {}, ())
-    assert shown({"x": X, "label": Y, "text": ["a"] * 11}, net) == (0, ["x"], {"label": NUMBERS}, ("text",))
-    assert shown({"text": ["a"] * 11, "x": X}, anything) == (0, ["x"], {}, ("text",))
-    assert shown({"pixels": X, "label": Y}, keywords) == (0, ["pixels"], {"label": NUMBERS}, ())
+    assert shown(X, net) == (1, [], {})
+    assert shown([X], net) == (1, [], {})
+    assert shown([X, Y], net) == (1, [], {"target": NUMBERS})
+    assert shown((X, Y), optional_mask) == (1, [], {"target": NUMBERS})
+    assert shown((X, Y), torch.nn.Linear(2, 2)) == (1, [], {"target": NUMBERS})
+    assert shown((X, X), net) == (1, [], {})
+    assert shown((X, ["a"] * 11), net) == (1, [], {})
+    assert shown((X, X), two) == (2, [], {})
+    assert shown({"x": X, "label": Y, "text": ["a"] * 11}, net) == (0, ["x"], {"label": NUMBERS})
+    assert shown({"text": ["a"] * 11, "x": X}, anything) == (0, ["x"], {})
+    assert shown({"pixels": X, "label": Y}, keywords) == (0, ["pixels"], {"label": NUMBERS})
 
 
 def test_inputs_says_what_the_model_is_given():
-    assert shown((X, Y), two, 0) == (1, [], {"target": NUMBERS}, ())
-    assert shown((Y, X), net, 1) == (1, [], {"target": NUMBERS}, ())
-    assert shown((Y, X), net, -1) == (1, [], {"target": NUMBERS}, ())
-    assert shown((X, Y, X), two, [0, 2]) == (2, [], {"target": NUMBERS}, ())
-    assert shown({"image": X, "label": Y}, net, "image") == (1, [], {"label": NUMBERS}, ())
-    assert shown({"x": X, "y": X, "label": Y}, anything, ["x", "y"]) == (0, ["x", "y"], {"label": NUMBERS}, ())
-    assert shown((X, Y), net, lambda batch: batch[0]) == (1, [], {}, ())
-    assert shown((X, X, Y), two, lambda batch: batch[:2]) == (2, [], {}, ())
-    assert shown((X, Y), keywords, lambda batch: {"pixels": batch[0]}) == (0, ["pixels"], {}, ())
+    assert shown((X, Y), two, 0) == (1, [], {"target": NUMBERS})
+    assert shown((Y, X), net, 1) == (1, [], {"target": NUMBERS})
+    assert shown((Y, X), net, -1) == (1, [], {"target": NUMBERS})
+    assert shown((X, Y, X), two, [0, 2]) == (2, [], {"target": NUMBERS})
+    assert shown({"image": X, "label": Y}, net, "image") == (1, [], {"label": NUMBERS})
+    assert shown({"x": X, "y": X, "label": Y}, anything, ["x", "y"]) == (0, ["x", "y"], {"label": NUMBERS})
+    assert shown((X, Y), net, lambda batch: batch[0]) == (1, [], {})
+    assert shown((X, X, Y), two, lambda batch: batch[:2]) == (2, [], {})
+    assert shown((X, Y), keywords, lambda batch: {"pixels": batch[0]}) == (0, ["pixels"], {})
 
 
 def test_a_program_takes_what_it_was_captured_with():
     found = Forward.of(rl.capture(optional_mask, X, mask=Y))
     assert (found.required, found.names) == (1, {"mask"})
-    assert shown((X, Y), rl.capture(net, X)) == (1, [], {"target": NUMBERS}, ())
+    assert shown((X, Y), rl.capture(net, X)) == (1, [], {"target": NUMBERS})
     with pytest.raises(BadSource, match="the batch has 'x', and the model takes no keywords"):
         shown({"x": X}, rl.capture(net, X))
 

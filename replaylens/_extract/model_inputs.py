@@ -30,7 +30,6 @@ class Call:
     kwargs: dict[str, Any]
     rows: int
     labels: dict[str, np.ndarray[Any, Any]] = field(factory=dict)
-    dropped: tuple[str, ...] = ()  # the names of what the model does not take
 
 
 @frozen(eq=False)
@@ -87,7 +86,7 @@ def call_with(given: Any, forward: Forward, inputs: Any, rows: int | None = None
     labels = {key: one for key, value in rest.items() if (one := _numbers(value, count)) is not None}
     ready = [_placed(one, forward.device) for one in args]
     words = {key: _placed(one, forward.device) for key, one in kwargs.items()}
-    return Call(tuple(ready), words, count, labels, tuple([key for key in rest if key not in labels]))
+    return Call(tuple(ready), words, count, labels)
 
 
 def _split(given: Any, forward: Forward, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
