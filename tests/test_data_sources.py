@@ -387,6 +387,10 @@ def keywords(pixels, *, size=None):
     return pixels
 
 
+def some_keywords(pixels=None, **options):
+    return pixels
+
+
 def anything(*args, **kwargs):
     return args
 
@@ -413,6 +417,8 @@ def test_what_of_a_batch_is_the_input_and_what_is_a_label_of_its_rows():
     assert shown({"x": X, "label": Y, "text": ["a"] * 11}, net) == (0, ["x"], {"label": NUMBERS})
     assert shown({"text": ["a"] * 11, "x": X}, anything) == (0, ["x"], {})
     assert shown({"pixels": X, "label": Y}, keywords) == (0, ["pixels"], {"label": NUMBERS})
+    assert shown({"pixels": X, "label": Y}, some_keywords) == (0, ["pixels"], {"label": NUMBERS})
+    assert shown({"image": X, "label": Y}, some_keywords) == (0, ["image", "label"], {})
 
 
 def test_inputs_says_what_the_model_is_given():

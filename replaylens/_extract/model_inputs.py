@@ -37,7 +37,8 @@ class Forward:
     """What the forward of a model takes."""
 
     required: int | None  # positional arguments without a default; None if nothing is known
-    names: frozenset[str] | None  # keywords, None for any
+    names: frozenset[str] = frozenset()  # keywords
+    takes_any: bool = False  # other keywords as well
     device: torch.device | None = None
 
     @staticmethod
@@ -51,14 +52,15 @@ class Forward:
             called = model.forward if isinstance(model, torch.nn.Module) else model
             found = inspect.signature(called).parameters.values()
         except (TypeError, ValueError):
-            return Forward(None, None, device)
+            return Forward(None, takes_any=True, device=device)
         kinds = {one.kind for one in found}
         positional = [one for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
         names = {one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
         required = len([one for one in positional if one.default is one.empty])
         return Forward(
             None if inspect.Parameter.VAR_POSITIONAL in kinds else required,
-            None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(names),
+            frozenset(names),
+            inspect.Parameter.VAR_KEYWORD in kinds,
             device,
         )
 
@@ -94,10 +96,11 @@ def _split(given: Any, forward: Forward, inputs: Any) -> tuple[tuple[Any, ...], 
     if inputs is not None:
         return _chosen(given, inputs)
     if isinstance(given, Mapping):
-        names = [key for key, value in given.items() if _is_tensor(value)] if forward.names is None else forward.names
-        taken = {key: value for key, value in given.items() if key in names}
+        taken = {key: value for key, value in given.items() if key in forward.names}
+        if not taken and forward.takes_any:
+            taken = {key: value for key, value in given.items() if _is_tensor(value)}
         if not taken:
-            words = f"takes {', '.join(sorted(names))}" if names else "takes no keywords"
+            words = f"takes {', '.join(sorted(forward.names))}" if forward.names else "takes no keywords"
             raise BadSource(
                 f"the batch has {', '.join(map(repr, given))}, and the model {words}. Say which is its input: "
                 f"inputs={next(iter(given), '')!r}, or a function of the batch."
