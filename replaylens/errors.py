@@ -6,6 +6,8 @@ stays the model's own: capture and replay only add a note that names the node an
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ReplaylensError(Exception):
     """The base of all exceptions of replaylens."""
@@ -185,6 +187,9 @@ class LostWorkers(ReplaylensError, RuntimeError):
     often, and the last words of the executor.
     """
 
+    number: int | None = None  # of the task
+    execution: Any = None  # how far the work had come
+
 
 class BadSource(ReplaylensError, ValueError):
     """What was given as data cannot be read by an extraction: rows without an order, or batches that do not fit the
@@ -195,9 +200,11 @@ class BadSource(ReplaylensError, ValueError):
 
 
 class PlanDiffers(ReplaylensError, ValueError):
-    """An extraction was begun in this folder with another plan, so that it cannot be resumed with this one.
+    """An extraction was begun in this folder with another plan, so that it cannot be resumed with this one. Or a worker
+    would do its part of a sweep in another way than this process, so that results could differ.
 
-    The message shows both, line by line. Go on as it was begun, give another folder, or pass `overwrite=True`.
+    The message shows both. An extraction goes on as it was begun, in another folder, or with `overwrite=True`; workers
+    need the same versions, and a metric that computes the same wherever it is called.
     """
 
 

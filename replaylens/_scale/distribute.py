@@ -92,6 +92,7 @@ class Sent:
     future: Any
     generation: int  # of the executor that has it
     brings_to: str | None = None  # the host to which it brings files
+    is_alone: bool = False  # nothing else is under way
 
 
 @define(eq=False)
@@ -112,6 +113,7 @@ class Drive:
     known: int = field(default=0, init=False)  # workers, the most that the executor spoke of
     total: int = field(init=False)
     _suspects: deque[int] = field(factory=deque, init=False)  # each alone, when nothing else is under way
+    _verdict: LostWorkers | None = field(default=None, init=False)  # on one of them, once the others are done
     _deliveries: dict[int, tuple[str, tuple[str, ...]]] = field(factory=dict, init=False)  # number -> host, digests
     _held: dict[str, list[int]] = field(factory=dict, init=False)  # host -> those that wait for files to come there
     _counted: int = field(default=0, init=False)
@@ -143,12 +145,17 @@ class Drive:
 
     def _fill(self) -> None:
         """Give out tasks until each worker has one, and another one to go on with."""
+        if any(sent.is_alone for sent in self.under_way):
+            return
         window = 2 * max(self._count(), len(self.workers), 1)
         while self.waiting and len(self.under_way) < window:
             if not self._give(self.waiting.popleft()):
                 return
-        if not self.under_way and not self.waiting and self._suspects:
-            self._give(self._suspects.popleft())
+        if not self.under_way and not self.waiting:
+            if self._suspects:
+                self._give(self._suspects.popleft(), is_alone=True)
+            elif self._verdict is not None:
+                raise self._verdict
 
     def _count(self) -> int:
         """How many workers there are. A cluster is asked once a second: it grows, and asking it takes time."""
@@ -158,7 +165,7 @@ class Drive:
             self._counted_at = time.monotonic()
         return self._counted
 
-    def _give(self, number: int) -> bool:
+    def _give(self, number: int, is_alone: bool = False) -> bool:
         """Submit a task. False if the executor broke meanwhile."""
         host, wanted = self._deliveries.get(number, (None, ()))
         more = (files_of(self.path, self.digest, wanted),) if host is not None else ()
@@ -167,9 +174,9 @@ class Drive:
         except Exception as error:
             if not is_lost(error):
                 raise
-            self._lost(Sent(number, None, self.engine.generation), error)
+            self._lost(Sent(number, None, self.engine.generation, is_alone=is_alone), error)
             return False
-        self.under_way.append(Sent(number, future, self.engine.generation, host))
+        self.under_way.append(Sent(number, future, self.engine.generation, host, is_alone))
         with suppress(AttributeError, NotImplementedError):
             future.add_done_callback(lambda _: self._event.set())
         return True
@@ -234,10 +241,18 @@ class Drive:
         count = self.losses[sent.number] = self.losses.get(sent.number, 0) + 1
         if is_broken(error) and sent.generation == self.engine.generation and not self.engine.renew():
             raise self._error(sent.number, count, error) from error
-        if count > self.retries:
-            raise self._error(sent.number, count, error) from error
-        # A pool that breaks takes all tasks with it. The one that broke it twice is found by running each alone.
-        (self._suspects if is_broken(error) and count > 1 else self.waiting).appendleft(sent.number)
+        # A pool that breaks takes all tasks with it. The one that breaks it is found by running each alone.
+        may_be_anothers_fault = is_broken(error) and not sent.is_alone
+        if count > self.retries and not may_be_anothers_fault:
+            found = self._error(sent.number, count, error)
+            found.__cause__ = error
+            if not self._suspects:
+                raise self._verdict or found
+            self._verdict = self._verdict or found
+        elif is_broken(error) and count > min(1, self.retries):
+            self._suspects.append(sent.number)
+        else:
+            self.waiting.appendleft(sent.number)
 
     def _error(self, number: int, count: int, error: BaseException) -> LostWorkers:
         times = "once" if count == 1 else f"{count} times"
@@ -248,6 +263,8 @@ class Drive:
                 f"`if __name__ == '__main__':`, the `with {POOL} as pool:` included."
             )
         words = f"{type(error).__name__}: {str(error).strip() or 'no more was said'}"
-        return LostWorkers(
+        lost = LostWorkers(
             f"{self.unit} {number} was given out {times}, and its worker was lost each time.\n{words}\n{cure}"
         )
+        lost.number, lost.execution = number, self.execution
+        return lost

@@ -89,7 +89,7 @@ def run_task(path: str, digest: str, number: int, files: dict[str, bytes] | None
         except Missing as missing:
             return evolve(answer, missing=missing.digests)
         except (Exception, SystemExit) as error:
-            return evolve(answer, failure=_failure(error))
+            return evolve(answer, failure=failure_of(error))
 
 
 def _work_of(path: str, digest: str) -> tuple[Callable[[Any], Any], Job]:
@@ -139,9 +139,15 @@ def _end_with(pid: int) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that sends of a tensor what is in it, and not all of the memory that it is a view of."""
+    """A pickler that sends of a tensor what is in it, and not all of the memory that it is a view of; and an error
+    as its class says, whatever else the process has installed for errors.
+    """
 
     def reducer_override(self, what: Any) -> Any:
+        if isinstance(
+            what, BaseException
+        ):  # by its own rule: a library's for all of them would lose `code` and the like
+            return what.__reduce_ex__(5)
         if type(what) is not torch.Tensor or what.layout is not torch.strided or what.device.type != "cpu":
             return NotImplemented
         if what.requires_grad or what.is_conj() or what.is_neg() or what.is_quantized or not what.is_contiguous():
@@ -174,7 +180,8 @@ def loaded(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def _failure(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> Failure:
+    """An error as data that another process can have."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
     words = traceback.format_exception_only(type(error), error)[0].rstrip()
     return Failure(_as_it_is(error), words, trace)
