@@ -38,6 +38,7 @@ from ._scale.distribute import Execution as Execution
 from ._scale.on_ray import on_ray as on_ray
 from ._study.attributed_pairs import Attributions as Attributions, attribution as attribution
 from ._study.attribution import Attribution as Attribution
+from ._study.many_checks import CheckReports as CheckReports, check_many as check_many
 from ._study.paths import path_patch as path_patch
 from ._study.sweep import Sweep as Sweep, sweep as sweep
 from ._sweep.batch_runner import Replays as Replays
@@ -52,20 +53,25 @@ from ._watch.step_file import Step as Step, step as step
 from ._watch.watch import Watch as Watch, watch as watch
 from .errors import (
     BadEdit as BadEdit,
+    BadExecutor as BadExecutor,
+    BadFeatures as BadFeatures,
     BadFile as BadFile,
     BadMetric as BadMetric,
     BadPart as BadPart,
     BadPatch as BadPatch,
+    BadSource as BadSource,
     CannotDraw as CannotDraw,
     CannotSave as CannotSave,
     CaptureError as CaptureError,
     DivergedReplay as DivergedReplay,
     InputMismatch as InputMismatch,
+    LostWorkers as LostWorkers,
     NoGradient as NoGradient,
     NoSuchLayer as NoSuchLayer,
     NotDifferentiable as NotDifferentiable,
     NotSaved as NotSaved,
     NoValues as NoValues,
+    PlanDiffers as PlanDiffers,
     ReplaylensError as ReplaylensError,
     ShapeMismatch as ShapeMismatch,
     StaleValue as StaleValue,

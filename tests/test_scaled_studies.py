@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import threading
 import weakref
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -10,13 +12,13 @@ from multiprocessing import get_context
 
 import pytest
 import torch
-from chaos_executor import CALM, World
+from chaos_executor import CALM, ChaosExecutor, World
 from internals import same
 from test_many import Attention
 from torch import nn
 
 import replaylens as rl
-from replaylens.errors import PlanDiffers
+from replaylens.errors import LostWorkers, PlanDiffers
 
 PART = {"part": "b [t] d", "at": ["blocks.0.out", "blocks.1.out"]}
 
@@ -301,3 +303,169 @@ def test_mistakes_are_answered(asked, error, text):
     with pytest.raises(error) as raised:
         asked()
     assert str(raised.value).startswith(text)
+
+
+# -- check of many models ----------------------------------------------------------------------------------------------
+
+
+class Adds(nn.Module):
+    """Adds what it keeps, so that its second forward is another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.calls = nn.Linear(3, 3), 0
+
+    def forward(self, x, more=None):
+        return self.fc(x).relu() + (0 if more is None else more)
+
+
+class Fickle(torch.autograd.Function):
+    """The identity, of which each gradient is another one than the last."""
+
+    gradients = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Fickle.gradients += 1
+        return gradient * Fickle.gradients
+
+
+class Unlawful(nn.Module):
+    def forward(self, x):
+        return Fickle.apply(x) * 2
+
+
+def small(width):
+    torch.manual_seed(width)
+    return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Dropout(0.3)), torch.randn(2, 3)
+
+
+def broken():
+    return Unlawful(), torch.ones(2)
+
+
+def ends():
+    os._exit(9)
+
+
+def fails_to_build():
+    raise ImportError("no such library")
+
+
+def models():
+    return {
+        "a tuple": (Adds(), torch.ones(2, 3)),
+        "keywords": (partial(Adds(), more=torch.ones(3)), torch.ones(2, 3)),
+        **{f"small {n}": partial(small, n) for n in (2, 5)},
+        "a lambda": lambda: (torch.tanh, torch.ones(3)),
+        "does not build": fails_to_build,
+        "broken": broken,
+        "no model": lambda: 3,
+    }
+
+
+def words(found):
+    """What a report says, without where it ran."""
+    return {name: str(one) if isinstance(one, rl.CheckReport) else one.line for name, one in found.items()}
+
+
+def test_each_model_has_the_report_that_it_has_alone_and_an_error_is_one_models(pool):
+    here = rl.check_many(models())
+    assert list(here) == list(models()) and not here and here.execution is None
+    assert all(here[name] for name in here if name not in ("does not build", "broken", "no model"))
+    assert list(here.errors) == ["does not build", "no model"] and list(here.broken) == ["broken"]
+    assert isinstance(here.errors["does not build"], ImportError)
+    assert str(here["a tuple"]) == str(rl.check(Adds(), torch.ones(2, 3)))
+    for executor in (calm(), World(5).make, pool):
+        found = rl.check_many(models(), executor=executor)
+        assert {k: v for k, v in words(found).items() if k != "broken"} == {
+            k: v for k, v in words(here).items() if k != "broken"
+        }
+        assert list(found.broken) == ["broken"] and isinstance(found.errors["does not build"], ImportError)
+        assert found.execution.tasks == len(found) == 8
+
+
+def test_reports_are_printed_model_by_model():
+    good = rl.check_many({"one": partial(small, 2), "another": (torch.tanh, torch.ones(3))})
+    assert good and str(good).splitlines()[0] == "Check of 2 models: all laws hold."
+    assert [line.split("  ")[2] for line in str(good).splitlines()[1:]] == ["one", "another"]
+    found = rl.check_many(models(), executor=calm())
+    lines = str(found).splitlines()
+    assert (
+        lines[0] == "Check of 8 models: 1 broken, 2 not checked." and repr(found) == f"<CheckReports: {lines[0][9:]}>"
+    )
+    assert "    does not build  not checked: ImportError: no such library" in lines
+    assert "    run as 8 tasks on 1 worker of ChaosExecutor, 1 thread each" in lines
+    assert f"\nbroken\n{found['broken']}" in str(found)
+    assert "fails_to_build" in str(found["does not build"])
+    with pytest.raises(KeyError, match=r"no model is named 'x'. There are: a tuple, keywords"):
+        found["x"]
+
+
+def test_reports_are_a_table():
+    pytest.importorskip("pandas")
+    table = rl.check_many(models()).to_pandas()
+    assert list(table.model) == list(models())
+    assert list(table.holds) == [True] * 5 + [False] * 3
+    assert table.broken[6] and table.error[5] == "ImportError: no such library"
+
+
+def test_a_report_is_pickled_whatever_it_says():
+    for report in (rl.check(*small(3)), rl.check(*broken()), rl.capture(*small(3)).check()):
+        back = pickle.loads(pickle.dumps(report))
+        assert back == report and str(back) == str(report) and bool(back) == bool(report)
+
+
+def test_a_model_that_ends_its_worker_is_that_models_error():
+    class Pool(ChaosExecutor):
+        def submit(self, function, *args):
+            made = super().submit(function, *args)
+            jobs.setdefault(args[0], len(jobs))
+            if args[2] == 1 and jobs[args[0]] == 0:
+                made.kind = "broken"
+            return made
+
+    world, jobs = World(0, kinds=CALM), {}
+
+    def make():
+        world.process += 1
+        return Pool(world, world.process)
+
+    found = rl.check_many(
+        {name: partial(small, n) for n, name in enumerate(["good", "ends", "other"], 1)}, executor=make
+    )
+    assert found["good"] and found["other"] and list(found.errors) == ["ends"]
+    assert isinstance(found.errors["ends"], LostWorkers) and found.execution.tasks == 3
+    assert found.execution.resubmitted == world.losses.total() and found.execution.workers == 1
+
+
+@pytest.mark.zoo
+def test_a_model_that_ends_a_process_of_a_pool_is_that_models_error():
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as made:
+        found = rl.check_many(
+            {"good": partial(small, 2), "ends": ends, "other": partial(small, 4)}, executor=made, retries=1
+        )
+    assert found["good"] and found["other"] and list(found.errors) == ["ends"]
+    assert isinstance(found.errors["ends"], LostWorkers)
+
+
+def test_workers_that_are_at_fault_themselves_are_no_models_error():
+    with pytest.raises(LostWorkers):
+        rl.check_many(models(), executor=World(0, kinds=("lost before",), evil=1).make())
+
+
+def test_no_models_are_no_check():
+    for given in ({}, [], None, torch.tanh):
+        with pytest.raises(rl.ReplaylensError, match="give the models by name: check_many"):
+            rl.check_many(given)
+
+
+def test_a_model_that_cannot_be_sent_is_named():
+    of = Adds()
+    of.lock = threading.Lock()
+    with pytest.raises(rl.CannotSave, match=r"models\['locked'\].*lock.* cannot be sent to another process"):
+        rl.check_many({"good": partial(small, 2), "locked": (of, torch.ones(2, 3))}, executor=calm())
