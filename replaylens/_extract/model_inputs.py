@@ -161,8 +161,10 @@ def _placed(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, torch.Tensor):
         if device is not None and value.device != device:
             return value.to(device)
-        is_round = value.device.type != "cpu" or value.layout is not torch.strided or value.data_ptr() % ROUND == 0
-        return value if is_round else value.clone()
+        if value.layout is not torch.strided or value.device.type != "cpu":
+            return value
+        # A part of a larger tensor lies elsewhere in its memory than the first batch did, which models can ask about.
+        return value.clone() if value.storage_offset() or value.data_ptr() % ROUND else value
     if type(value) is dict:
         return {key: _placed(one, device) for key, one in value.items()}
     if type(value) in (list, tuple):
