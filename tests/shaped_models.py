@@ -64,6 +64,11 @@ def viewed_with_the_rest_inferred(m, x):
 
 
 @case()
+def viewed_as_a_size(m, x):
+    return m.b(F.relu(m.a(x)).view(x.size()[:-1] + (2, 4)).reshape(x.size()))
+
+
+@case()
 def counted_rows(m, x):
     return m.b(F.relu(m.a(x))) + torch.arange(x.shape[0])[:, None]
 

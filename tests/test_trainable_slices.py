@@ -5,13 +5,14 @@ leads to the same program; and an error that says why at any other.
 import copy
 import functools
 
+import library_models
 import pytest
 import torch
 from oracle import assert_same
 from shaped_models import MODELS, REFUSED
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import replaylens as rl
 
@@ -281,6 +282,17 @@ def test_sizes_of_a_layer_that_the_input_does_not_share_are_refused():
         transposing(torch.randn(2, 5))
 
 
+def test_a_number_that_python_read_before_the_beginning_is_not_known_at_other_sizes():
+    def model(x):
+        scale = x.max().item()
+        return (x * 2).relu() * scale
+
+    x = torch.tensor([[1.0], [5.0]])
+    module = rl.capture(model, x).module(inputs="mul_1")
+    assert_same(module(x), x * 5)
+    assert "behind values that Python reads" in said(rl.InputMismatch, lambda: module(x[:1]))
+
+
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 
@@ -346,6 +358,19 @@ def test_an_edited_program_has_its_edits_at_other_sizes_too(net, edit):
         assert_same(module(x), wanted.output)
         leaves = [p for p in net.parameters() if p.requires_grad]
         assert_same(gradients(module(x), leaves), gradients(wanted.module()(x), leaves))
+
+
+def test_a_module_that_was_swapped_in_trains_at_each_size(net):
+    prelu = nn.PReLU()
+    module = rl.capture(net.eval(), pictures(2)).swap("layer1.2", prelu).module()
+    for size in (2, 3):
+        prelu.weight.grad = None
+        module(pictures(size)).sum().backward()
+        found, prelu.weight.grad = prelu.weight.grad, None
+        x = net.stem(pictures(size))
+        x = net.layer2(x + prelu(net.layer1[:2](x)))
+        net.fc(net.pool(x).flatten(1)).sum().backward()
+        assert_same(found, prelu.weight.grad)
 
 
 def test_an_edit_that_fits_one_size_alone_is_refused_at_others(net):
@@ -498,6 +523,17 @@ def test_a_compiled_module_follows_the_model(net):
     assert not compiled(pictures(2)).requires_grad or torch.is_grad_enabled()
 
 
+def test_a_compiled_module_of_tied_parameters_sees_that_they_are_tied_no_more():
+    torch.compiler.reset()
+    model, inputs = MODELS["Tied"]()
+    module = rl.capture(model, *inputs(2)).module()
+    compiled = torch.compile(module, backend="eager")
+    assert_same(compiled(*inputs(2)), model(*inputs(2)))
+    module.b.weight = nn.Parameter(model.b.weight.detach() * 2)
+    with pytest.raises(rl.DivergedReplay, match="hold one tensor"):
+        compiled(*inputs(2))
+
+
 @pytest.mark.parametrize("name", ["BufferCutToTheBatch", "Encoder", "Recurrent", "RunningMean", "WritesAnActivation"])
 def test_an_exported_module_gives_the_same_numbers(name):
     model, inputs = MODELS[name]()
@@ -536,3 +572,104 @@ def test_an_export_has_one_size_of_batch(net):
     with pytest.raises(rl.ReplaylensError, match="a program has numbers for its sizes") as error:
         torch.export.export(module, (pictures(2),), dynamic_shapes=(({0: torch.export.Dim.DYNAMIC},),))
     assert "export it at each size" in str(error.value)
+
+
+# ---- models of libraries, and peers --------------------------------------------------------------------------------
+
+LIBRARY = {
+    "transformers/gpt2": (1,),  # a batch without padding needs no mask, and is another program
+    "transformers/bert": (1,),
+    "transformers/t5": (1,),
+    "transformers/vit": (),
+    "transformers/swin": (),
+    "transformers/clip": (1,),
+    "timm/resnet18": (),
+    "timm/vit_tiny_patch16_224": (),
+    "timm/efficientnet_b0": (),
+    "timm/convnext_atto": (),
+    "timm/mixer_s32_224": (),
+    "torchvision/resnet18": (),
+    "torchvision/swin_v2_t": (),
+    "torchvision/shufflenet_v2_x0_5": (),
+}
+
+
+def resized(tree, size):
+    """The inputs of a library model with other rows: those that there are again and again, and noise on them."""
+    noise = torch.Generator().manual_seed(size)
+
+    def of(leaf):
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != library_models.BATCH:
+            return leaf
+        rows = leaf[torch.arange(size) % library_models.BATCH]
+        return rows + 0.1 * torch.randn(rows.shape, generator=noise) if rows.is_floating_point() else rows
+
+    return tree_map(of, tree)
+
+
+def first_of(output):
+    return next(tensor for _, tensor in library_models.tensors_in(output)).clone()
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", LIBRARY)
+def test_modules_of_library_models_are_what_hooks_see_at_other_sizes(name, train):
+    if not library_models.is_installed(name):
+        pytest.skip("the library is not installed")
+    model, args, kwargs = library_models.build(name)
+    model.train(train)
+    twin = copy.deepcopy(model)
+    prog = rl.capture(model, *args, **kwargs)
+    known = [n for n, _ in model.named_modules() if n and n in prog and isinstance(prog[n].value, torch.Tensor)]
+    names = [known[0], known[len(known) // 2], known[-1]]
+    module = prog.module(outputs={**{n: n for n in names}, "whole": "output"})
+    model.load_state_dict(twin.state_dict())
+    for size in (2, 1, 3, 7):
+        (given, named), found = resized((args, kwargs), size), {}
+        torch.manual_seed(size)
+        if size in LIBRARY[name]:
+            with pytest.raises(rl.InputMismatch, match="computes something else"):
+                module(*given, **named)
+            continue
+        outputs = module(*given, **named)
+        hooks = [
+            twin.get_submodule(n).register_forward_hook(lambda m, i, o, n=n, f=found: f.__setitem__(n, first_of(o)))
+            for n in names
+        ]
+        torch.manual_seed(size)
+        whole = twin(*given, **named)
+        for hook in hooks:
+            hook.remove()
+        assert_same({n: outputs[n] for n in names}, {n: found[n] for n in names})
+        assert_same(*[[leaf for _, leaf in library_models.tensors_in(one)] for one in (outputs["whole"], whole)])
+        assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+@pytest.mark.zoo
+def test_what_the_page_of_extractors_says_of_torchvision_and_timm_is_so(net):
+    pytest.importorskip("torchvision_ops")
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
+    timm = pytest.importorskip("timm")
+    net.eval()
+    x = pictures(2)
+    normed = net.stem[1](net.stem[0](x))
+    theirs = extraction.create_feature_extractor(net, {"stem.1": "bn", "fc": "out"})(x)
+    assert_same(theirs, {"bn": normed.relu(), "out": net(x)})
+    ours = rl.capture(net, x).module(outputs={"bn": "stem.1", "out": "fc"})(x)
+    assert_same(ours, {"bn": normed, "out": net(x)})
+    asking = Asking()
+    with pytest.raises(torch.fx.proxy.TraceError):
+        extraction.create_feature_extractor(asking, ["fc"])
+    assert_same(rl.capture(asking, torch.ones(2, 4)).module(outputs="fc")(torch.ones(2, 4)), asking(torch.ones(2, 4)))
+    with pytest.raises(AttributeError):
+        timm.create_model(net, features_only=True)
+
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.fc(x + 1 if x.mean() > 0 else x)

@@ -69,10 +69,14 @@ def fixed_sizes(graph: Graph, then: Shapes, now: Shapes, most: int = 3) -> str:
         node_line(call)
         for call in graph.calls
         if call.target.short in _SIZED
-        and any(type(leaf) is int and leaf in sizes for tree in call.trees for leaf in leaves(tree))
+        and any(size in sizes for tree in call.trees for leaf in leaves(tree) for size in _numbers(leaf))
     ]
     lines = found[:most] + [f"and {len(found) - most} more"] * (len(found) > most)
     return "".join(f"\n    {line}" for line in lines)
+
+
+def _numbers(leaf: Any) -> tuple[int, ...]:
+    return (leaf,) if type(leaf) is int else tuple(leaf) if type(leaf) is torch.Size else ()
 
 
 def difference_beside_sizes(one: Record, other: Record) -> str:
@@ -118,7 +122,7 @@ def _are_alike(was: Node, now: Node) -> bool:
 def _same_but_numbers(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
-    if type(one) is tuple:
+    if type(one) in (tuple, torch.Size):
         return len(one) == len(other) and all(map(_same_but_numbers, one, other))
     if type(one) is Branch:
         return (one.kind, one.keys) == (other.kind, other.keys) and _same_but_numbers(one.items, other.items)

@@ -101,6 +101,8 @@ class TracedForward:
         fixed = lambda ref: as_leaf(record.value(ref)) if ref.node in constants else None  # noqa: E731
         self.beginning = tuple(initial_values(code, fixed, None).env)
         self.output = pattern_of(graph.output, code.slots.__getitem__)
+        ties = [(node.address, other) for node in graph.state_nodes for other in node.aliases]
+        self.ties = tuple([(ends[one], ends[other]) for one, other in ties])
         self.changes = tuple([(ends[address], code.slots[ref]) for address, ref in graph.changes])
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
@@ -109,6 +111,8 @@ class TracedForward:
         if not matches(self.inputs, (args, kwargs), given) or torch.get_default_dtype() != self.dtype:
             return None
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return None
+        if any(held_at(one) is not held_at(other) for one, other in self.ties):
             return None
         env = list(self.beginning)
         for name, kind in self.given.items():

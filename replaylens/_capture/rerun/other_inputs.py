@@ -50,6 +50,11 @@ class OriginModel:
         """The recorded inputs with the sizes that the values of layers have now."""
         sizes = changed_sizes(recorded_shapes(part), shapes)
         graph = self.graph
+        if _content_guards(graph) > _content_guards(part):
+            raise InputMismatch(
+                "The module begins inside the model, behind values that Python reads: what these would be for inputs "
+                "of other sizes is not known."
+            )
         several = [size for (_, size), new in sizes.items() if len(new) > 1]
         known = {(axis, size) for node in graph.input_nodes for axis, size in enumerate(node.spec.shape)}
         if several or not known.issuperset(sizes):
@@ -58,3 +63,7 @@ class OriginModel:
                 "not known: only a size that an input has on the same axis, such as that of the batch, can change."
             )
         return thaw_shared(graph.inputs, lambda leaf: resized(self.inputs[leaf], sizes) if type(leaf) is Ref else leaf)
+
+
+def _content_guards(graph: Graph) -> int:
+    return sum(guard.kind == "content" for guard in graph.guards)
