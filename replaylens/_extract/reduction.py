@@ -160,11 +160,6 @@ class Reduction:
         except Exception as error:
             add_note(error, f"replaylens: raised by reduce= for {self.layer}, which gives {shape} {value.dtype}.")
             raise
-        if made.shape[:1] != value.shape[:1]:
-            raise BadPart(
-                f"reduce= makes {tuple(made.shape)} of {self.layer}, which gives {shape}: the first axis is that of "
-                "the rows, and must stay as it is."
-            )
         return made
 
     @property
