@@ -35,9 +35,9 @@ def require_row_axis(values: LayerValues, call: Call, first: int, tensors: Mappi
         if name in tensors and (not tensor.dim() or len(tensor) != few):
             whole, part = tuple(tensors[name].shape), tuple(tensor.shape)
             raise BadSource(
-                f"{name} gives {whole} for a batch of {call.rows} rows, and {part} for {few} of them: its first axis is "
-                f"not that of the rows. Make it so by reduce={{{name!r}: lambda value: value.transpose(0, 1)}}, or leave "
-                "the layer out."
+                f"{name} gives {whole} for a batch of {call.rows} rows, and {part} for {few} of them: its first axis "
+                f"is not that of the rows. Make it so, reduce={{{name!r}: lambda value: value.transpose(0, 1)}}, or "
+                "leave the layer out."
             )
 
 
