@@ -21,15 +21,19 @@ class RayFuture:
 
     _ray: Any
     _ref: Any
+    _future: Any  # Ray's own of the reference: to ask the reference itself is a call of another process, each time
 
     def done(self) -> bool:
         """True once there is a result or an error."""
-        ready, _ = self._ray.wait([self._ref], timeout=0)
-        return bool(ready)
+        return bool(self._future.done())
 
     def result(self) -> Any:
         """The result, or its error."""
-        return self._ray.get(self._ref)
+        return self._future.result()
+
+    def add_done_callback(self, function: Callable[[Any], Any]) -> None:
+        """Have a function called once there is a result or an error."""
+        self._future.add_done_callback(function)
 
     def cancel(self) -> None:
         """Keep a task from beginning; one that has begun is interrupted."""
@@ -52,12 +56,14 @@ class RayExecutor:
             self._remote[function] = ray.remote(function)
             if self.options:
                 self._remote[function] = self._remote[function].options(**self.options)
-        return RayFuture(ray, self._remote[function].remote(*args))
+        ref = self._remote[function].remote(*args)
+        return RayFuture(ray, ref, ref.future())
 
     def workers(self) -> int:
         """How many tasks of these options run at once."""
         has = optional("ray", "ray").cluster_resources()
         wanted = {"CPU": self.options.get("num_cpus", 1), "GPU": self.options.get("num_gpus", 0)}
+        wanted |= self.options.get("resources") or {}
         return max(1, int(min([has.get(name, 0) / many for name, many in wanted.items() if many], default=1)))
 
 
