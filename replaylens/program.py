@@ -468,7 +468,8 @@ class Program(ProgramBase):
         if memory is not None and memory <= 0:
             raise ValueError(f"memory is a number of bytes, not {memory!r}.")
         on_divergence = self._when_diverged(on_divergence)
-        make = partial(self._sweep_of, {**variants}, metric, memory, on_divergence)
+        variants = {**variants}
+        make = partial(self._sweep_of, variants, metric, memory, on_divergence)
         there = "raise" if on_divergence == "rerun" else on_divergence  # only here is the model
 
         def far() -> Callable[[], BatchedSweep]:

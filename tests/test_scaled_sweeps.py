@@ -545,36 +545,65 @@ def test_a_stale_program_is_refused_as_without_an_executor():
 # -- another metric over there -----------------------------------------------------------------------------------------
 
 FACTOR = [1.0]
-WEIGHTS = torch.ones(11)
 
 
 def by_number(logits):
     return (logits * FACTOR[0]).sum()
 
 
-def by_tensor(logits):
-    return (logits * WEIGHTS).sum()
-
-
 def by_number_in_python(logits):
     return float(logits.sum()) * FACTOR[0]
 
 
-@pytest.mark.parametrize("metric", [by_number, by_tensor, by_number_in_python])
+@pytest.mark.parametrize("metric", [by_number, by_number_in_python])
 def test_a_metric_that_reads_what_was_changed_here_alone_is_noticed(metric, pool):
     prog = transformer()
-    WEIGHTS.fill_(3.0)
     FACTOR[0] = 3.0
     try:
         with pytest.raises(PlanDiffers) as error:
             prog.replay_many(lesions(prog), metric, executor=pool)
     finally:
-        WEIGHTS.fill_(1.0)
         FACTOR[0] = 1.0
     lines = str(error.value).splitlines()
     assert lines[0].startswith("a worker would run this sweep ") and "with another metric" in lines[0]
     assert lines[1].startswith("here:      replaylens ") and lines[2].startswith("in the worker:  replaylens ")
     prog.replay_many(lesions(prog), metric, executor=pool)
+
+
+STRENGTH, DIRECTION, CALLS = 1.0, torch.ones(16), 0
+
+
+def steered(value):
+    return value + strength() * DIRECTION
+
+
+def strength():
+    global CALLS
+    CALLS += 1
+    return STRENGTH
+
+
+@pytest.mark.parametrize(("name", "value"), [("STRENGTH", 2.0), ("DIRECTION", torch.zeros(16))])
+def test_a_number_that_a_patch_reads_of_its_module_must_be_the_same_in_workers(name, value, pool, monkeypatch):
+    prog = transformer()
+    variants = {n: {"blocks.0.out": [rl.Scale(n), steered]} for n in range(3)}
+    wanted = prog.replay_many(variants)
+    assert CALLS
+    assert_is_the_same(prog.replay_many(variants, executor=pool), wanted)
+    monkeypatch.setitem(globals(), name, value)
+    with pytest.raises(PlanDiffers, match=rf"`test_scaled_sweeps.{name}`, which a function of this job reads, is anot"):
+        prog.replay_many(variants, executor=pool)
+    assert_is_the_same(prog.replay_many(variants, executor=calm()), prog.replay_many(variants))
+    by_value = {n: {"blocks.0.out": lambda value: value + STRENGTH * DIRECTION} for n in range(3)}
+    assert_is_the_same(prog.replay_many(by_value, executor=calm()), prog.replay_many(by_value))
+
+
+def test_variants_that_are_changed_after_the_plan_are_those_of_the_plan(pool):
+    prog = transformer()
+    variants = lesions(prog)
+    asked = rl.sweep(prog, variants=variants, metric=last_logits, dry=True)
+    variants[SITES[0], 0] = {SITES[0]: rl.Scale(9.0)}
+    assert_same_bits(asked.run(executor=pool).values, asked.run().values)
 
 
 def test_a_metric_that_never_gives_the_same_is_not_compared(pool):

@@ -36,7 +36,8 @@ from .._ir.util import add_note, optional
 from .._store.container import open_container
 from .._store.objects import is_program, load_object, strange_functions, written
 from .._version import __version__
-from ..errors import BadExecutor, CannotSave
+from ..errors import BadExecutor, CannotSave, PlanDiffers
+from .module_numbers import is_asked, numbers_read, other_number
 
 HERE = secrets.token_hex(8)  # this process, and those forked from it
 
@@ -145,6 +146,7 @@ def write_job(
             "versions": versions(),
             "driver": Driver(),
             "programs": sorted({pid[1] for _, pid in pickler.programs.values()}),
+            "numbers": numbers_read(pickler.named),
         },
         4,
     )
@@ -171,9 +173,12 @@ def _pickler(buffer: io.BytesIO, folder: Path) -> Any:
         def __init__(self) -> None:
             super().__init__(buffer, protocol=5)
             self.programs: dict[int, tuple[Any, Any]] = {}  # by id, and held, so that no other gets the id
+            self.named: list[Any] = []  # functions and classes that go by their names
 
         def persistent_id(self, what: Any) -> Any:
             if not is_program(what):
+                if is_asked(what) and not _goes_whole(what):
+                    self.named.append(what)
                 return None
             if id(what) not in self.programs:
                 made = written(what, is_pickled=True)
@@ -188,6 +193,15 @@ def _pickler(buffer: io.BytesIO, folder: Path) -> Any:
             return NotImplemented if inherited is None else inherited(what)
 
     return Pickler()
+
+
+def _goes_whole(what: Any) -> bool:
+    """True for what cloudpickle sends with its code and what that reads, and not by its name."""
+    library = cloudpickle()
+    if library is None:
+        return False
+    module = what.__module__
+    return module == "__main__" or "<" in what.__qualname__ or module in library.list_registry_pickle_by_value()
 
 
 def _put_program(made: Any, folder: Path) -> str:
@@ -260,6 +274,12 @@ def read_job(path: str, digest: str) -> Job:
     except ImportError as error:
         add_note(error, f"This worker on {host()} cannot import what the job names. Install it there as well.")
         raise
+    if other := other_number(head["numbers"]):
+        raise PlanDiffers(
+            f"`{other}`, which a function of this job reads, is another one in a worker on {host()} than here: what is "
+            "set in a module after its import stays in its process.\n"
+            "Set it where the module is imported, or give it to the function: functools.partial(function, value)."
+        )
     return Job(setup, payload, tasks, head["driver"])
 
 
