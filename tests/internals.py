@@ -80,6 +80,7 @@ from replaylens._extract.projection import SRP as SRP
 from replaylens._extract.reduction import (
     PerLayer as PerLayer,
     Reduction as Reduction,
+    require_fit as require_fit,
     steps_of as steps_of,
     torch_dtype as torch_dtype,
 )

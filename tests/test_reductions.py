@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from internals import SRP, PerLayer, Reduction, function_text, steps_of, torch_dtype
+from internals import SRP, PerLayer, Reduction, function_text, require_fit, steps_of, torch_dtype
 from torch import nn
 
 from replaylens.errors import BadPart, NoSuchLayer
@@ -292,6 +292,23 @@ def test_a_mapping_says_it_for_each_layer_names_before_globs():
     choices.require_used("reduce", [])
     with pytest.raises(TypeError, match="has names of layers as its keys, not 3"):
         PerLayer({3: None}, steps_of)
+
+
+def test_a_pattern_for_all_layers_leaves_those_that_have_nothing_to_be_reduced():
+    choices = PerLayer("b c h w -> b c", steps_of)
+    deep, flat = (Reduction(name, choices.of((name,), ())) for name in ("layer4", "fc"))
+    value = torch.randn(2, 3)
+    assert deep(X).shape == (4, 6) and torch.equal(flat(value), value)
+    assert (deep.text, flat.text) == ("b c h w -> b c : mean", None)
+    assert (deep.axes(1), flat.axes(1)) == (("c",), (None,))
+    require_fit({"layer4": deep, "fc": flat})
+    with pytest.raises(BadPart, match="reduce='b c h w -> b c : mean' does not fit any layer: fc have other axes"):
+        require_fit({"fc": flat})
+    with pytest.raises(BadPart, match=r"does not fit fc, which gives \(2, 3, 4\)"):
+        flat(torch.randn(2, 3, 4))
+    named = PerLayer({"fc": "b c h w -> b c"}, steps_of)
+    with pytest.raises(BadPart, match=r"does not fit fc, which gives \(2, 3\)"):
+        Reduction("fc", named.of(("fc",), ()))(value)
 
 
 def test_a_glob_that_a_name_comes_before_is_not_unused():

@@ -21,6 +21,7 @@ from .batch_reader import Batch
 from .extraction_plan import ArrayPlan, Plan, array_dtype, shard_rows, time_axes
 from .function_text import function_text
 from .layer_values import LayerValues, Route
+from .reduction import require_fit
 from .row_axis import require_row_axis
 from .shards import require_rows
 
@@ -44,6 +45,7 @@ def plan_of(batch: Batch, tensors: Mapping[str, torch.Tensor], values: LayerValu
     require_row_axis(values, batch.call, batch.first, tensors)
     values.wish.reduce.require_used("reduce", tensors)
     values.wish.dtype.require_used("dtype", tensors)
+    require_fit({name: values.origins[name].reduction for name in tensors})
     if twice := {*tensors} & {*asked.labels, *[one.name for one in arrays if one.is_label]}:
         raise BadSource(f"{min(twice)!r} is the name of a layer and of a label. Give the label another one.")
     rows = shard_rows(arrays, asked.batch_size or batch.call.rows, asked.total, asked.shard_bytes)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from .._edit.pattern import Axis, Pattern, axes_of, parse
 from .._ir.util import add_note, is_glob, matches
@@ -36,6 +36,7 @@ class PatternStep:
     left: Pattern
     right: Pattern
     how: str
+    is_for_all: bool = False  # of all layers, those that have the axes of its right side already stay as they are
 
     @staticmethod
     def of(text: str) -> PatternStep:
@@ -82,6 +83,12 @@ class PatternStep:
         made = made.permute([left.index(name) for name in kept])
         sizes = {axis.name: axis.size for axis in axes}
         return made.reshape([size for group in self.right.groups for size in _sizes_in(group, axes, sizes)])
+
+    def leaves(self, value: torch.Tensor) -> bool:
+        """True for a value that has nothing to be reduced."""
+        sides = [(len(one.groups), None in one.groups) for one in (self.left, self.right)]
+        (left, is_open), (right, is_any) = sides
+        return self.is_for_all and not is_open and not is_any and value.dim() == right != left
 
     @property
     def axes(self) -> tuple[str | None, ...] | None:
@@ -145,10 +152,14 @@ class Reduction:
     steps: tuple[Step, ...] = ()
     dtype: torch.dtype | None = None
     _matrices: Matrices = field(factory=dict, init=False, repr=False)
+    _left: set[Step] = field(factory=set, init=False, repr=False)  # what had nothing to do
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         for step in self.steps:
-            value = self._after(step, value)
+            if isinstance(step, PatternStep) and step.leaves(value):
+                self._left.add(step)
+            else:
+                value = self._after(step, value)
         return value if self.dtype is None else cast(value, self.dtype, self.layer)
 
     def _after(self, step: Step, value: torch.Tensor) -> torch.Tensor:
@@ -164,14 +175,26 @@ class Reduction:
 
     @property
     def text(self) -> str | None:
-        """The steps in words, None if there are none."""
-        return ", ".join(map(_text, self.steps)) or None
+        """The steps in words, None if there are none, or none that had anything to do."""
+        return ", ".join([_text(one) for one in self.steps if one not in self._left]) or None
+
+    @property
+    def left(self) -> frozenset[Step]:
+        """The steps for all layers that had nothing to do for this one."""
+        return frozenset(self._left)
 
     def axes(self, count: int) -> tuple[str | None, ...]:
         """The names of this many axes behind the first, None for each that has none."""
         last = self.steps[-1] if self.steps else None
-        found = last.axes if isinstance(last, PatternStep) else None
+        found = last.axes if isinstance(last, PatternStep) and last not in self._left else None
         return found if found is not None and len(found) == count else (None,) * count
+
+
+def require_fit(reductions: Mapping[str, Reduction]) -> None:
+    """Raise if a pattern for all layers had nothing to do for any of them."""
+    idle = frozenset.intersection(*[one.left for one in reductions.values()]) if reductions else frozenset()
+    for step in idle:
+        raise BadPart(f"reduce={_text(step)!r} does not fit any layer: {', '.join(reductions)} have other axes.")
 
 
 def _text(step: Step) -> str:
@@ -263,12 +286,19 @@ _STORED = frozenset(
 )
 
 
+def _for_all(given: Any) -> Any:
+    """An option that is for all layers."""
+    if not isinstance(given, tuple):
+        return given
+    return tuple([evolve(one, is_for_all=True) if isinstance(one, PatternStep) else one for one in given])
+
+
 class PerLayer:
     """An option for all layers, or a mapping from layers, also globs, to options: `{"fc": None, "layer*": ...}`."""
 
     def __init__(self, given: Any, read: Callable[[Any], Any]) -> None:
         self.choices = {key: read(one) for key, one in given.items()} if isinstance(given, Mapping) else None
-        self.all = read(given) if self.choices is None else None
+        self.all = _for_all(read(given)) if self.choices is None else None
         self.used: set[str] = set()
         if wrong := [key for key in self.choices or () if not isinstance(key, str)]:
             raise TypeError(f"a mapping for reduce= or dtype= has names of layers as its keys, not {wrong[0]!r:.60}.")
