@@ -52,7 +52,7 @@ from ._replay.gradients import Grads, gradients, total
 from ._replay.guards import Guards
 from ._replay.module import CaptureAt, ProgramModule
 from ._replay.move import move, rerun, with_current_state
-from ._replay.other_shapes import Shapes
+from ._replay.other_shapes import Shapes, without_results
 from ._replay.record import Record, completed_record, detached, keeping_only
 from ._replay.request import Request
 from ._replay.resolve_patches import bound_patches
@@ -696,7 +696,7 @@ class Program(ProgramBase):
 
         def capture_at(part: Graph, shapes: Shapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
             made = program_of(ProgramData(origin.captured_at(part, shapes, args, kwargs), ("captured",), True, None))
-            return keeping_only(made.apply(edits)._part(start, end), frozenset())
+            return without_results(made.apply(edits)._part(start, end))
 
         return capture_at
 

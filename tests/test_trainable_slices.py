@@ -4,6 +4,10 @@ leads to the same program; and an error that says why at any other.
 
 import copy
 import functools
+import gc
+import subprocess
+import sys
+import weakref
 
 import library_models
 import pytest
@@ -411,6 +415,19 @@ def test_a_capture_at_another_size_changes_nothing(net):
     assert {name: sorted(vars(one)) for name, one in net.named_modules()} == seen
 
 
+def test_no_output_and_no_history_of_a_size_is_held(net):
+    module = rl.capture(net.eval(), pictures(2)).module(outputs=["stem", "layer2"])
+    first = nn.Conv2d(3, 3, 1)
+    seen = []
+    for size in (3, 4):
+        given = first(pictures(size))
+        outputs = module(given)
+        seen += map(weakref.ref, (given, *outputs))
+        del given, outputs
+    gc.collect()
+    assert [one() for one in seen] == [None] * 6
+
+
 def test_frozen_parameters_get_no_gradients_at_any_size(net):
     module = rl.capture(net, pictures(2)).module(outputs="layer2")
     net.stem.requires_grad_(False)
@@ -673,3 +690,10 @@ class Asking(nn.Module):
 
     def forward(self, x):
         return self.fc(x + 1 if x.mean() > 0 else x)
+
+
+def test_the_compiler_is_not_imported_with_replaylens():
+    """It takes seconds, in each worker of an executor as well."""
+    code = "import sys, replaylens; print('torch._dynamo' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"

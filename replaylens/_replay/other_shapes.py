@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
+from .._ir.autograd import as_leaf
 from .._ir.equality import same_content
 from .._ir.graph import Graph
 from .._ir.node import Call, Const, Input, Node, Ref, State
@@ -77,6 +78,17 @@ def fixed_sizes(graph: Graph, then: Shapes, now: Shapes, most: int = 3) -> str:
 
 def _numbers(leaf: Any) -> tuple[int, ...]:
     return (leaf,) if type(leaf) is int else tuple(leaf) if type(leaf) is torch.Size else ()
+
+
+def without_results(record: Record) -> Record:
+    """The record with what its calls read and its guards compare, and no value of its own: a module that holds the
+    programs of many shapes holds no outputs of them.
+    """
+    graph = record.graph
+    compared = {ref for guard in graph.guards if guard.compares_content for ref in guard.refs}
+    kept = {ref: v for ref, v in record.values.items() if ref in compared or not isinstance(graph[ref.node], Call)}
+    own = {ref: as_leaf(v) if isinstance(graph[ref.node], Input) else v for ref, v in kept.items()}  # without histories
+    return evolve(record, values=own, saved=frozenset())
 
 
 def difference_beside_sizes(one: Record, other: Record) -> str:
