@@ -220,6 +220,13 @@ def compiler_if_loaded(module: str = "torch._dynamo") -> Any:
     return sys.modules.get(module)
 
 
+left_by_compilers = _name(
+    "torch._compile._disable_dynamo",
+    "a function that torch.compile leaves as it is",
+    "importing replaylens is slow",
+    torch.compiler.disable,
+)
+
 _set_device = _name("torch._GLOBAL_DEVICE_CONTEXT", "is a default device set?", "torch searches for it")
 
 
@@ -240,6 +247,9 @@ operator_definitions = _name(
     "which module registers an operator that a pickle names",
     "whoever reads the pickle must have imported it",
     {},
+)
+OperatorDefinition = _name(
+    "torch._library.custom_ops.CustomOpDef", "functions that go to other processes may refer to one", "they cannot go"
 )
 negative_view = _name("torch._neg_view", "a copy of a tensor with the mark of a negative has it too")
 
@@ -262,8 +272,12 @@ if not TYPE_CHECKING:
 def module_of_operator(operator: Any) -> str | None:
     """The module that defines a custom operator in Python; None if that is not known, or is the script that runs."""
     packet = operator.overloadpacket if isinstance(operator, OpOverload) else operator
-    function = getattr(operator_definitions.get(packet._qualified_op_name), "_init_fn", None)
-    module = getattr(function, "__module__", None)
+    return module_of_definition(operator_definitions.get(packet._qualified_op_name))
+
+
+def module_of_definition(definition: Any) -> str | None:
+    """The same, of what `torch.library.custom_op` gave."""
+    module = getattr(getattr(definition, "_init_fn", None), "__module__", None)
     return module if module not in ("__main__", "__mp_main__") else None
 
 

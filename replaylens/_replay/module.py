@@ -20,7 +20,7 @@ from .._ir.graph import Graph
 from .._ir.memory import writable_copy
 from .._ir.model_state import PLAIN, StatePlace, same_layouts
 from .._ir.node import Ref, State, TensorSpec
-from .._ir.torch_private import peek_interpreter_stack, pytree
+from .._ir.torch_private import left_by_compilers, peek_interpreter_stack, pytree
 from ..errors import InputMismatch, ReplaylensError, StaleValue
 from .guards import diverged_error
 from .move import InitialStateLayout, addresses_given_memory
@@ -270,7 +270,7 @@ class ProgramModule(StateHolder):
         )
 
 
-@torch.compiler.disable
+@left_by_compilers  # torch.compiler.disable imports the compiler at once
 def _untraced(module: ProgramModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch.compile leaves as it is."""
     return module._run(args, kwargs)
