@@ -415,6 +415,25 @@ def test_a_capture_at_another_size_changes_nothing(net):
     assert {name: sorted(vars(one)) for name, one in net.named_modules()} == seen
 
 
+def test_a_size_first_met_in_inference_mode_or_without_gradients_trains_later(net):
+    module = rl.capture(net.eval(), pictures(2)).module()
+    with torch.inference_mode():
+        assert_same(module(pictures(3)), net(pictures(3)))
+    with torch.no_grad():
+        assert not module(pictures(5)).requires_grad
+    for size in (3, 5):
+        leaves = list(net.parameters())
+        assert_same(gradients(module(pictures(size)), leaves), gradients(net(pictures(size)), leaves))
+
+
+def test_modes_around_the_capture_hold_at_other_sizes(net):
+    net.eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        module = rl.capture(net, pictures(2)).module()
+        wanted = net(pictures(3))
+    assert_same(module(pictures(3)), wanted)
+
+
 def test_no_output_and_no_history_of_a_size_is_held(net):
     module = rl.capture(net.eval(), pictures(2)).module(outputs=["stem", "layer2"])
     first = nn.Conv2d(3, 3, 1)

@@ -23,6 +23,7 @@ from .._ir.node import Ref, State, TensorSpec
 from .._ir.torch_private import left_by_compilers, peek_interpreter_stack, pytree
 from ..errors import InputMismatch, ReplaylensError, StaleValue
 from .guards import diverged_error
+from .inputs import copied_outside_inference
 from .move import InitialStateLayout, addresses_given_memory
 from .other_shapes import Shapes, difference_beside_sizes, fixed_sizes, recorded_shapes, shapes_of
 from .record import Record
@@ -207,7 +208,7 @@ class ProgramModule(StateHolder):
         assert self._capture_at is not None
         found, why, cause = None, "", None
         try:
-            found = self._capture_at(graph, now, args, kwargs)
+            found = self._capture_at(graph, now, *copied_outside_inference(graph, (args, kwargs)))
         except InputMismatch as error:
             why = str(error)
         except Exception as error:
