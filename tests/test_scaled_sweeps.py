@@ -624,6 +624,21 @@ def test_what_a_metric_holds_goes_with_it(pool):
         assert_is_the_same(prog.replay_many(lesions(prog), metric, executor=pool), wanted)
 
 
+@torch.library.custom_op("scaled_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_operators_that_were_registered_with_torch_go_to_other_processes(pool):
+    prog = rl.capture(lambda x: doubled(x * 1) + 1, torch.ones(2, 3))
+    variants = {n: {"mul_1": [rl.Scale(n), torch.ops.aten.neg.default]} for n in range(4)}
+    for metric in (torch.sum, lambda y: doubled(y).sum(), lambda y: torch.ops.scaled_tests.doubled(y)):
+        wanted = prog.replay_many(variants, metric)
+        assert_is_the_same(prog.replay_many(variants, metric, executor=calm()), wanted)
+        assert_is_the_same(prog.replay_many(variants, metric, executor=pool), wanted)
+    assert same(pickle.loads(pickle.dumps(prog)).replay().output, prog.output)
+
+
 # -- passes and tasks --------------------------------------------------------------------------------------------------
 
 

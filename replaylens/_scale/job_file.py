@@ -24,8 +24,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from importlib import import_module
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from attrs import field, frozen
 from .._ir.torch_private import pytree
 from .._ir.util import add_note, optional
 from .._store.container import open_container
-from .._store.objects import is_program, load_object, strange_functions, written
+from .._store.objects import is_program, load_object, reduced_operator, strange_functions, written
 from .._version import __version__
 from ..errors import BadExecutor, CannotSave, PlanDiffers
 from .module_numbers import is_asked, numbers_read, other_number
@@ -189,6 +191,10 @@ def _pickler(buffer: io.BytesIO, folder: Path) -> Any:
         def reducer_override(self, what: Any) -> Any:
             if isinstance(what, pytree.TreeSpec) and what.is_leaf():
                 return pytree.tree_structure, (0,)  # torch warns where its class is called
+            if isinstance(what, ModuleType) and type(what) is not ModuleType and sys.modules.get(what.__name__) is what:
+                return import_module, (what.__name__,)  # such as torch.ops, of which cloudpickle takes the attributes
+            if (made := reduced_operator(what)) is not None:
+                return made
             inherited = getattr(super(), "reducer_override", None)
             return NotImplemented if inherited is None else inherited(what)
 

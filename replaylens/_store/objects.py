@@ -21,9 +21,12 @@ import torch
 from .._ir.struct import restored_struct
 from .._ir.target import Target
 from .._ir.torch_private import (
+    OperatorDefinition,
     OpOverload,
     OpOverloadPacket,
+    module_of_definition,
     module_of_operator,
+    operator_definitions,
     outside_of_transforms,
     without_function_modes,
 )
@@ -379,6 +382,21 @@ def operator_named(name: str, module: str | None) -> Callable[..., Any]:
         with suppress(ImportError):
             importlib.import_module(module)
     return Target.named(name).function
+
+
+def reduced_operator(what: Any) -> Any:
+    """How a pickler takes an operator that was registered with torch, or its definition; None of anything else."""
+    if isinstance(what, (OpOverload, OpOverloadPacket)):
+        return operator_named, (Target.of(what).name, module_of_operator(what))
+    if OperatorDefinition is not None and type(what) is OperatorDefinition:
+        name = next((name for name, known in operator_definitions.items() if known is what), None)
+        return None if name is None else (_definition_named, (name, module_of_definition(what)))
+    return None
+
+
+def _definition_named(name: str, module: str | None) -> Any:
+    operator_named(f"torch.ops.{name.replace('::', '.')}", module)
+    return operator_definitions[name]
 
 
 def unpickled(data: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:
