@@ -10,13 +10,17 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from internals import ArrayPlan, Features, LazyArray, clashes, extraction_plan, folder_name, row_labels, target_of
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import replaylens as rl
 from replaylens.errors import BadFeatures, BadFile, BadSource, NoSuchLayer
 
 RNG = np.random.default_rng(0)
@@ -672,3 +676,50 @@ def test_names_that_would_be_one_file_are_told(tmp_path):
         made("x.zarr", tmp_path, {"fc": ARRAYS["fc"], "FC": ARRAYS["fc"]}, axes={})
     with pytest.raises(BadSource, match="'fc' and 'Fc' differ by upper and lower case alone"):
         made("x.zarr", tmp_path, {"fc": ARRAYS["fc"]}, {"Fc": range(11)}, axes={})
+
+
+# -- all of it -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*Multiple pattern descriptors found")  # of its own concat
+def test_a_movie_of_rdms_has_those_of_the_steps(lying):
+    toolbox = rsatoolbox()
+    movie = toolbox.rdm.calc_rdm_movie(lying.to_rsatoolbox("relu_1"), method="correlation", time_descriptor="time")
+    assert np.allclose(movie.dissimilarities, lying.rdms("relu_1").dissimilarities)
+
+
+def test_one_call_from_a_loader_to_rdms(tmp_path):
+    rsatoolbox()
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    pytest.importorskip("xarray", reason="xarray is not installed")
+    torch.manual_seed(0)
+    blocks = {"layer1": nn.Conv2d(3, 4, 3), "layer4": nn.Conv2d(4, 5, 3), "pool": nn.AdaptiveAvgPool2d(1)}
+    model = nn.Sequential(OrderedDict(**blocks, flat=nn.Flatten(), fc=nn.Linear(5, 6)))
+    images = torch.randn(10, 3, 8, 8)
+    labels = pandas.DataFrame({"stimulus": [f"{number}.png" for number in range(10)], "session": [1, 2] * 5})
+    features = rl.extract(
+        model,
+        DataLoader(TensorDataset(images, torch.arange(10)), batch_size=4),
+        layers=["layer*", "fc"],
+        to=tmp_path / "features.zarr",
+        reduce="b c h w -> b c",
+        batch_size=4,
+        labels=labels,
+        resume=True,
+    )
+    with torch.no_grad():
+        early = model[0](images)
+        late, logits = model[1](early).mean((2, 3)), model(images)
+    assert [*features] == ["layer1", "layer4", "fc"]
+    assert np.allclose(features["layer4"][...], late, atol=1e-6) and np.allclose(features.X("fc"), logits, atol=1e-6)
+    assert features["fc"].dims == ("stimulus", "fc_0") and features["layer1"].dims == ("stimulus", "layer1_c")
+    assert {name: one.tolist() for name, one in features.labels.items()} == {
+        **labels.to_dict("list"),
+        "target": list(range(10)),
+    }
+    assert features.to_xarray()["fc"].sel(stimulus="3.png").shape == (6,)
+    assert features.to_rsatoolbox("fc").n_obs == 10
+    found = features.rdms(["layer1", "fc"])
+    assert found.rdm_descriptors["layer"] == ["layer1", "fc"]
+    wanted = 1 - np.corrcoef(early.mean((2, 3)).double())
+    assert np.allclose(found.get_matrices()[0], wanted, atol=1e-5)

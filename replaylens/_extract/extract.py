@@ -84,7 +84,7 @@ def extract(
             "Dataset, a DataLoader of one, or tensors; or run without executor=."
         )
     reader = reader_of(source, Forward.of(model), inputs, total)
-    known = known_labels(labels or {}, source.labels, reader.total)
+    known = known_labels(labels, source.labels, reader.total)
     begun = None if overwrite or not resume else begun_plan(to)
     seeds = (begun or {}).get("seeds") or seeds_now()
     values = LayerValues(wish, make=RouteMaker(model, edit, wish), seeds=seeds)

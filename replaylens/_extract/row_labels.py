@@ -86,7 +86,7 @@ def digest_of(label: Any) -> str:
     return hashlib.sha256(head.encode() + label.tobytes()).hexdigest()[:16]
 
 
-def known_labels(given: Mapping[str, Any], of_source: Mapping[str, Any], rows: int | None) -> Labels:
+def known_labels(given: Mapping[str, Any] | None, of_source: Mapping[str, Any], rows: int | None) -> Labels:
     """The labels that the data bring, and those that the user gives, which come first."""
     mine = row_labels(given, rows)
     brought = {name: values if rows is None else values[:rows] for name, values in of_source.items()}
