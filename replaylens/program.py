@@ -68,7 +68,7 @@ from ._sweep.sweep_runner import BatchedSweep, Elsewhere, Likeness, PendingSweep
 from ._view.dot import DrawOptions, draw
 from ._view.grouping import ViewOptions
 from ._view.page import page_data, save_page
-from .errors import CaptureError, NotSaved, ReplaylensError, StaleValue
+from .errors import BadEdit, CaptureError, NotSaved, ReplaylensError, StaleValue
 from .program_base import ProgramBase, require_choice, with_tensors
 
 if TYPE_CHECKING:
@@ -685,7 +685,15 @@ class Program(ProgramBase):
         """The record from some layers to others."""
         if start is None and end is None:
             return self._record
-        return editing.slice_record(self._record, self._names.starts(start), self._names.outputs(end))[0]
+        made = editing.slice_record(self._record, self._names.starts(start), self._names.outputs(end))[0]
+        fixed = {node.name for node in made.graph.const_nodes} - {node.name for node in self.graph.const_nodes}
+        if beside := next((ref for ref in made.graph.output_refs if ref.node in fixed), None):
+            begun = ", ".join([str(getattr(one, "label", one)) for one in as_list(start)])
+            raise BadEdit(
+                f"{beside} does not depend on {begun}, where the module begins: it would be the recorded value in each "
+                "call.\nLeave it out, or begin before it."
+            )
+        return made
 
     def _other_captures(self, start: Any, end: Any) -> CaptureAt | None:
         """Makes the record of such a part at the shapes of other inputs; None without a model."""

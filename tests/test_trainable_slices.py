@@ -305,6 +305,10 @@ def test_wrong_ends_are_errors_that_say_why(net):
     assert said(rl.NoSuchLayer, lambda: prog.module(outputs="layer7")).startswith("no layer is called 'layer7'.")
     assert said(rl.NoSuchLayer, lambda: prog.module(outputs={"a": "layer7.*"})).startswith("no layer is called")
     assert "does not depend on" in said(rl.BadEdit, lambda: prog.module(inputs="layer2", outputs="layer1"))
+    assert said(rl.BadEdit, lambda: prog.module(inputs="layer2", outputs={"early": "stem", "late": "fc"})) == (
+        "relu_1_7 does not depend on layer2, where the module begins: it would be the recorded value in each call.\n"
+        "Leave it out, or begin before it."
+    )
     assert said(TypeError, lambda: prog.module(inputs="stem", from_="stem")) == (
         "inputs= and from_= are two words for one thing. Give one of them."
     )
