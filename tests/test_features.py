@@ -5,6 +5,7 @@ Other programs read them alone, and the libraries that they are handed to get th
 
 import copy
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -22,6 +23,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import replaylens as rl
 from replaylens.errors import BadFeatures, BadFile, BadSource, NoSuchLayer
+
+
+@pytest.fixture(autouse=True)
+def without_waiting_for_the_disk(monkeypatch):
+    """What a kill leaves is asked elsewhere: here files are only read."""
+    monkeypatch.setattr(os, "fsync", lambda number: None)
+
 
 RNG = np.random.default_rng(0)
 
