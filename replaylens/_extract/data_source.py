@@ -14,7 +14,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import define, field, frozen
 from torch.utils.data import (
@@ -31,6 +30,7 @@ from torch.utils.data import (
 
 from .._ir.util import add_note, optional
 from ..errors import BadSource
+from .numpy_later import np
 
 DEFAULT_BATCH = 64
 PICTURES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
@@ -160,7 +160,7 @@ def data_source(data: Any, batch_size: int | None = None, transform: Any = None)
         raise TypeError("transform= is for a folder of pictures. A dataset has its own.")
     if isinstance(data, DataLoader):
         return _loader(data, batch_size)
-    if isinstance(data, _TENSORS) or _is_tuple_of_tensors(data):
+    if _is_tensor(data) or _is_tuple_of_tensors(data):
         return _columns(data, batch_size)
     if hasattr(data, "with_format"):
         return _hugging_face(data, batch_size)
@@ -180,11 +180,12 @@ def data_source(data: Any, batch_size: int | None = None, transform: Any = None)
     )
 
 
-_TENSORS = (torch.Tensor, np.ndarray)
+def _is_tensor(given: Any) -> bool:
+    return isinstance(given, (torch.Tensor, np.ndarray))
 
 
 def _is_tuple_of_tensors(data: Any) -> bool:
-    return isinstance(data, tuple) and len(data) > 0 and all(isinstance(one, _TENSORS) for one in data)
+    return isinstance(data, tuple) and len(data) > 0 and all(_is_tensor(one) for one in data)
 
 
 @frozen(eq=False)
@@ -247,11 +248,11 @@ def _columns(data: Any, batch_size: int | None) -> DataSource:
 
 def _length(name: Any, column: Any) -> int:
     """How many rows a column has."""
-    if isinstance(column, _TENSORS) and column.ndim:
+    if _is_tensor(column) and column.ndim:
         return len(column)
     if isinstance(column, list):
         return len(column)
-    found = "one number" if isinstance(column, _TENSORS) else type(column).__name__
+    found = "one number" if _is_tensor(column) else type(column).__name__
     raise BadSource(
         f"the data have columns, and that of {name!r} is {found}. Give tensors whose first axis are the rows."
     )
@@ -291,7 +292,7 @@ def _stacked(batch: Any) -> Any:
 
 
 def _stacked_column(column: Any) -> Any:
-    if not isinstance(column, list) or not column or not all(isinstance(one, _TENSORS) for one in column):
+    if not isinstance(column, list) or not column or not all(_is_tensor(one) for one in column):
         return column
     tensors = [torch.as_tensor(one) for one in column]
     is_even = len({(one.shape, one.dtype) for one in tensors}) == 1
@@ -320,12 +321,12 @@ def rows_of(given: Any) -> int:
 
 def batch_tensors(given: Any) -> Iterator[Any]:
     """The tensors of a batch that have a first axis; columns come before what is within lists."""
-    if isinstance(given, _TENSORS):
+    if _is_tensor(given):
         if given.ndim:
             yield given
         return
     items = list(given.values() if isinstance(given, Mapping) else given if isinstance(given, (list, tuple)) else ())
-    for one in sorted(items, key=lambda one: not isinstance(one, _TENSORS)):
+    for one in sorted(items, key=lambda one: not _is_tensor(one)):
         yield from batch_tensors(one)
 
 
@@ -366,7 +367,7 @@ def _require_order(loader: DataLoader[Any], sampler: Iterable[Any]) -> list[Any]
     if isinstance(getattr(sampler, "sampler", sampler), SHUFFLED):
         raise BadSource(SHUFFLES)
     with _generators_as_they_are(loader):
-        found, again = [[one.tolist() if isinstance(one, _TENSORS) else one for one in sampler] for _ in range(2)]
+        found, again = [[one.tolist() if _is_tensor(one) else one for one in sampler] for _ in range(2)]
     if found != again:
         raise BadSource(SHUFFLES)
     return found

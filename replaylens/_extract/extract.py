@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import define, field
 
@@ -28,6 +27,7 @@ from .features import Features
 from .first_batch import Asked, plan_of
 from .layer_values import LayerValues, RouteMaker, Wish
 from .model_inputs import Forward
+from .numpy_later import np
 from .reduction import PerLayer, steps_of, torch_dtype
 from .row_labels import known_labels, require_rows
 from .shard_worker import ShardAnswer, ShardJob, prepared

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import frozen
 
 from .._ir.label import Label
 from ..errors import BadSource
+from .numpy_later import np
 from .zarr_layout import ArrayLayout, dimension_names
 
 SHARD_BYTES = 16 * 2**20  # of the largest array; of all arrays together at most 16 times that

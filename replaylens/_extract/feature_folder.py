@@ -11,15 +11,15 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 from attrs import define, field, frozen
 
 from .._ir.util import cached_property
 from ..errors import BadSource, PlanDiffers
 from .extraction_plan import ArrayPlan, Plan, differences
 from .features import Features
+from .numpy_later import np
 from .shard_files import Progress, nothing_is_lost, read_json, remove, sync_folder
 from .zarr_layout import (
     FORMAT,
@@ -34,7 +34,7 @@ from .zarr_layout import (
     text_bytes,
 )
 
-Array = np.ndarray[Any, Any]
+Array: TypeAlias = "np.ndarray[Any, Any]"
 Account = dict[str, Any]
 Labels = Mapping[str, Any]  # of all rows: an array of numbers, or a list of texts
 

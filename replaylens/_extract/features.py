@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from attrs import field, frozen
 
 from .._ir.label import Label
@@ -23,6 +22,7 @@ from .._layers.format import Table, format_bytes, format_passes
 from ..errors import BadFeatures, BadFile, NoSuchLayer
 from .handover import as_dataset, as_frame, as_matrix, as_rdms, as_xarray
 from .lazy_array import Array, ChunkFiles, LazyArray
+from .numpy_later import np
 from .zarr_layout import FORMAT, ArrayLayout, dimension_names, folder_name, read_array_document, read_text_bytes
 
 

@@ -13,8 +13,9 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
+
+from .numpy_later import np
 
 
 def function_text(function: Any) -> str:

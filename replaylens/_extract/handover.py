@@ -12,11 +12,10 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
-
 from .._ir.util import optional
 from ..errors import BadFeatures
 from .lazy_array import Array, LazyArray
+from .numpy_later import np
 from .zarr_layout import ROWS
 
 

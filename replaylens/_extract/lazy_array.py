@@ -11,16 +11,16 @@ import math
 import operator
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 import torch
 from attrs import field, frozen
 
 from ..errors import BadFeatures, BadFile
+from .numpy_later import np
 from .zarr_layout import ArrayLayout, fill_value, is_time
 
-Array = np.ndarray[Any, Any]
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Chunks(Protocol):

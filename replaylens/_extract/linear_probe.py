@@ -10,7 +10,6 @@ import html
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from attrs import frozen
 
 from .._ir.util import optional
@@ -18,6 +17,7 @@ from .._layers.format import Table, format_passes
 from ..errors import BadFeatures
 from .features import Features, steps_of
 from .lazy_array import Array, LazyArray
+from .numpy_later import np
 from .similarity import matrix
 
 

@@ -11,13 +11,13 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import field, frozen
 
 from .._ir.graph import Graph
 from ..errors import BadSource
 from .data_source import batch_tensors, rows_of
+from .numpy_later import np
 
 ROUND = 64  # bytes
 

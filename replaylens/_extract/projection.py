@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import math
 
-import numpy as np
 import torch
 from attrs import frozen
 from torch.nn.functional import embedding_bag
+
+from .numpy_later import np
 
 _IN_FULL = (torch.float32, torch.float64)
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from attrs import evolve, field, frozen
 
@@ -18,6 +17,7 @@ from .._edit.pattern import Axis, Pattern, axes_of, parse
 from .._ir.util import add_note, is_glob, matches
 from ..errors import BadPart, NoSuchLayer
 from .function_text import function_text
+from .numpy_later import np
 from .projection import SRP, Matrices, projected
 from .zarr_layout import is_time
 

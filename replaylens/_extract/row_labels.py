@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..errors import BadSource
+from .numpy_later import np
 from .zarr_layout import text_bytes
 
 Labels = dict[str, Any]

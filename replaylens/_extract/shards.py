@@ -7,9 +7,8 @@ over the end of a shard is cut: how it was computed does not depend on where sha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from attrs import define, field, frozen
 
@@ -18,8 +17,9 @@ from .batch_reader import Batch
 from .extraction_plan import ArrayPlan, Plan, array_dtype, as_array
 from .layer_values import LayerValues
 from .model_inputs import Call
+from .numpy_later import np
 
-Array = np.ndarray[Any, Any]
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 @frozen(eq=False)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 
 from .._ir.util import optional
 from ..errors import BadFeatures
 from .handover import real_numbers, require_finite
 from .lazy_array import Array
+from .numpy_later import np
 
 
 def rdm(x: Any, method: str = "correlation", **options: Any) -> Array:

@@ -16,8 +16,9 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from attrs import frozen
+
+from .numpy_later import np
 
 FORMAT = 1
 ROWS = "stimulus"  # the name of the first axis of every array
