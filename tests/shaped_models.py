@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -71,6 +72,11 @@ def viewed_as_a_size(m, x):
 @case()
 def counted_rows(m, x):
     return m.b(F.relu(m.a(x))) + torch.arange(x.shape[0])[:, None]
+
+
+@case()
+def indexed_by_an_array(m, x):
+    return m.b(F.relu(m.a(x)))[np.arange(x.shape[0])[::-1].copy()] * np.float64(x.shape[0])
 
 
 @case()

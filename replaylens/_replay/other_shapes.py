@@ -9,17 +9,18 @@ they are the same makes the names of layers and parameters mean the same in both
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 from attrs import evolve
 
 from .._ir.autograd import as_leaf
-from .._ir.equality import same_content
+from .._ir.equality import same, same_content
 from .._ir.graph import Graph
 from .._ir.node import Call, Const, Input, Node, Ref, State
 from .._ir.printer import expression, node_line
-from .._ir.trees import Branch, freeze_deep, leaves, named_items, walk
+from .._ir.trees import Branch, fingerprint, freeze_deep, is_array, leaves, named_items, walk
 from .record import Record
 
 _SIZED = frozenset(
@@ -138,4 +139,11 @@ def _same_but_numbers(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same_but_numbers, one, other))
     if type(one) is Branch:
         return (one.kind, one.keys) == (other.kind, other.keys) and _same_but_numbers(one.items, other.items)
-    return type(one) in (int, float) or bool(one == other)
+    if is_array(type(one)):  # type: ignore[arg-type]
+        kinds = [(array.dtype, array.ndim) for array in (one, other) if type(array).__module__ == "numpy"]
+        return fingerprint(one) == fingerprint(other) or (len(kinds) == 2 and kinds[0] == kinds[1])
+    return _is_number(one) or same(one, other)
+
+
+def _is_number(leaf: Any) -> bool:
+    return type(leaf) in (int, float) or (type(leaf).__module__ == "numpy" and isinstance(leaf, Real))
