@@ -332,10 +332,7 @@ def _run(
         return tracers[-1]
 
     def leave() -> None:
-        for tracer in tracers:
-            if not isinstance(tracer, PatchingTracer):  # which lets nothing be written to what is the model's own
-                restore_flags(flags_before(tracer.recording))
-                undo_writes(tracer.recording)
+        _undo_writes(tracers)
         model_state.put_back()
         torch.set_default_dtype(dtype)
         if not setup.fresh:
@@ -374,6 +371,14 @@ def _run(
             leave()
     finally:  # again: an interrupt may have hit before it or within it
         leave()
+
+
+def _undo_writes(tracers: list[Any]) -> None:
+    """Undoes what was written to the model's own tensors. Under a tracer that patches, nothing was."""
+    for tracer in tracers:
+        if not isinstance(tracer, PatchingTracer):
+            restore_flags(flags_before(tracer.recording))
+            undo_writes(tracer.recording)
 
 
 def _substitutes(
