@@ -386,6 +386,43 @@ def test_modes_around_a_sweep_hold_for_its_metric_in_other_processes(name, metri
     assert_is_the_same(found, wanted)
 
 
+def test_so_does_the_wish_for_deterministic_kernels(pool):
+    prog = transformer()
+
+    def asked(logits):
+        return [
+            float(torch.are_deterministic_algorithms_enabled()),
+            float(torch.is_deterministic_algorithms_warn_only_enabled()),
+            logits.sum().item(),
+        ]
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        wanted = prog.replay_many(lesions(prog), asked)
+        found = prog.replay_many(lesions(prog), asked, executor=pool)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_is_the_same(found, wanted)
+    assert [stack[0].item() for stack in found.values[:2]] == [1.0, 1.0]
+    after = prog.replay_many(lesions(prog), asked, executor=pool)
+    assert [stack[0].item() for stack in after.values[:2]] == [0.0, 0.0]
+
+
+def test_so_does_the_default_device(pool):
+    prog = transformer()
+
+    def asked(logits):
+        if torch.empty(()).device.type != "meta":
+            raise AssertionError("another device")
+        return logits.sum(), logits.sum().item()
+
+    with torch.device("meta"):
+        found = prog.replay_many(lesions(prog), asked, executor=pool)
+    assert found.values[0].device.type == "cpu" and found.execution.tasks
+    with pytest.raises(AssertionError, match="another device"):
+        prog.replay_many(lesions(prog), asked)
+
+
 @pytest.mark.parametrize("metric", [lambda logits: logits.sum() * torch.tensor(0.1), mode_reader])
 def test_so_does_the_default_dtype(metric, pool):
     prog = transformer()

@@ -157,10 +157,11 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    made = torch.empty(shape, dtype=dtype)  # whose memory is aligned as torch aligns it
-    if data:
-        made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return made
+    with torch.device("cpu"):  # whatever the default is
+        made = torch.empty(shape, dtype=dtype)  # whose memory is aligned as torch aligns it
+        if data:
+            made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return made
 
 
 def _dumped(what: Any) -> bytes:

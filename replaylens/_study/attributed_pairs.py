@@ -14,17 +14,15 @@ import torch
 from attrs import astuple, field, frozen
 
 from .._edit.part import Part, as_part
-from .._ir.node import Context
 from .._ir.util import add_note, optional
 from .._ir.value_source import Saved
-from .._replay.interpreter import modes
 from .._replay.supply import Run
 from .._scale.distribute import Execution, distribute
 from .._store.objects import Kind, register
 from .._store.read_trees import TreeReader, bad, exactly, items, mapping
 from .._store.write_trees import TreeWriter
 from .._sweep.batch_runner import progress_bar
-from .._sweep.sweep_job import context_now, versions
+from .._sweep.sweep_job import Surroundings, versions
 from .._sweep.task_draws import drawing_apart, go_on, seeds_now
 from ..errors import PlanDiffers, ReplaylensError
 from ..program import Program
@@ -312,7 +310,7 @@ class PairsJob:
     metrics: tuple[Metric, ...]
     asked: Question
     seeds: Mapping[str, int] = field(factory=seeds_now)
-    context: Context = field(factory=context_now)
+    surroundings: Surroundings = field(factory=Surroundings)
 
 
 @frozen
@@ -330,7 +328,7 @@ def begin_pairs(job: PairsJob) -> Callable[[int], Any]:
 
     def work(number: int) -> tuple[Attribution, frozenset[str]]:
         pair, metric = job.pairs[number], job.metrics[number]
-        with modes(job.context):
+        with job.surroundings.entered():
             return drawing_apart(job.seeds, number, lambda: _measured(Word(job.names[number]), pair, metric, job.asked))
 
     return work

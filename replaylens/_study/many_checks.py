@@ -13,13 +13,11 @@ from typing import Any
 from attrs import field, frozen
 
 from .._check.report import CheckReport
-from .._ir.node import Context
 from .._ir.util import optional
-from .._replay.interpreter import modes
 from .._scale.distribute import Execution, distribute
 from .._scale.run_task import Failure, failure_of
 from .._sweep.batch_runner import progress_bar
-from .._sweep.sweep_job import context_now
+from .._sweep.sweep_job import Surroundings
 from .._sweep.task_draws import drawing_apart, seeds_now
 from ..errors import LostWorkers, ReplaylensError
 from ..program import check
@@ -172,7 +170,7 @@ class ChecksJob:
     models: Mapping[str, Any]
     sample: float | None
     seeds: Mapping[str, int] = field(factory=seeds_now)
-    context: Context = field(factory=context_now)
+    surroundings: Surroundings = field(factory=Surroundings)
 
 
 def begin_checks(job: ChecksJob) -> Callable[[int], CheckReport | Failure]:
@@ -182,7 +180,7 @@ def begin_checks(job: ChecksJob) -> Callable[[int], CheckReport | Failure]:
     def work(number: int) -> CheckReport | Failure:
         name = names[number]
         try:
-            with modes(job.context):
+            with job.surroundings.entered():
                 return drawing_apart(job.seeds, number, lambda: _checked(name, job.models[name], job.sample))[0]
         except Exception as error:
             return failure_of(error)

@@ -8,7 +8,8 @@ metric, so a process that would run other ones says so, and does nothing.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +47,37 @@ def context_now() -> Context:
 _NO_DEFAULT = torch.bool  # which is never the default
 
 
+@frozen
+class Surroundings:
+    """What a user's function may ask of the thread and the process around it, and kernels follow."""
+
+    context: Context = field(factory=context_now)
+    device: str = field(factory=lambda: str(torch.get_default_device()))
+    is_deterministic: bool = field(factory=torch.are_deterministic_algorithms_enabled)
+    only_warns: bool = field(factory=torch.is_deterministic_algorithms_warn_only_enabled)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """A block in which all is as it was there."""
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        with modes(self.context), _default_device(self.device):
+            try:
+                _be_deterministic(self.is_deterministic, self.only_warns)
+                yield
+            finally:
+                _be_deterministic(*before)
+
+
+def _default_device(device: str) -> Any:
+    return nullcontext() if str(torch.get_default_device()) == device else torch.device(device)
+
+
+def _be_deterministic(wanted: bool, only_warns: bool) -> None:
+    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if now != (wanted, only_warns):
+        torch.use_deterministic_algorithms(wanted, warn_only=only_warns)
+
+
 @frozen(eq=False)
 class SweepJob:
     """What all tasks of a sweep share."""
@@ -53,7 +85,7 @@ class SweepJob:
     make: Callable[[], BatchedSweep]
     likeness: Likeness
     seeds: Mapping[str, int] = field(factory=seeds_now)
-    context: Context = field(factory=context_now)
+    surroundings: Surroundings = field(factory=Surroundings)
     versions: str = field(factory=versions)
 
 
@@ -70,11 +102,11 @@ def begin_sweep(job: SweepJob) -> Callable[[int], Any]:
             )
         return sweep
 
-    with modes(job.context):
+    with job.surroundings.entered():
         sweep, _ = drawing_apart({}, 0, lambda: restoring_modes(prepare))
 
     def work(task: int) -> Any:
-        with modes(job.context):
+        with job.surroundings.entered():
             result, drew = drawing_apart(job.seeds, task, lambda: restoring_modes(lambda: sweep.task(task)))
             return _to_send(result if result is None else evolve(result, drew=drew))
 

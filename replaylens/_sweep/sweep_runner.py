@@ -277,7 +277,7 @@ def are_near(one: Any, other: Any) -> bool:
 
 
 def _is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout is not torch.strided or one.is_quantized or not one.numel():
+    if one.layout is not torch.strided or one.is_quantized or one.is_meta or not one.numel():
         return True
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
