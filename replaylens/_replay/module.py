@@ -16,16 +16,18 @@ import torch
 from attrs import define, evolve
 from torch import nn
 
+from .._ir.autograd import as_leaf
 from .._ir.graph import Graph
 from .._ir.memory import writable_copy
 from .._ir.model_state import PLAIN, StatePlace, same_layouts
 from .._ir.node import Ref, State, TensorSpec
 from .._ir.torch_private import left_by_compilers, peek_interpreter_stack, pytree
+from .._ir.trees import thaw_shared
 from ..errors import InputMismatch, ReplaylensError, StaleValue
 from .guards import diverged_error
 from .inputs import copied_outside_inference
 from .move import InitialStateLayout, addresses_given_memory
-from .other_shapes import Shapes, difference_beside_sizes, fixed_sizes, recorded_shapes, shapes_of
+from .other_shapes import Shapes, difference, difference_beside_sizes, fixed_sizes, recorded_shapes, shapes_of
 from .record import Record
 from .shaped_forward import ShapedForward
 from .traced_forward import has_symbols, traced_forward
@@ -209,17 +211,24 @@ class ProgramModule(StateHolder):
         found, why, cause = None, "", None
         try:
             found = self._capture_at(graph, now, *copied_outside_inference(graph, (args, kwargs)))
+            if other := difference_beside_sizes(self._record, found):
+                why = f"With it the model computes something else: {other}."
+            elif changed := difference(self._record, self._capture_at(graph, recorded_shapes(graph), *self._inputs())):
+                why = f"The model is another one since its capture: with the recorded inputs, {changed}."
         except InputMismatch as error:
             why = str(error)
         except Exception as error:
             why, cause = f"With it the model, or an edit of its program, raises {type(error).__name__}: {error}", error
-        if found is not None and (other := difference_beside_sizes(self._record, found)):
-            why = f"With it the model computes something else: {other}."
         if found is None or why:
             fixed = fixed_sizes(graph, recorded_shapes(graph), now)
             where = f"\nThe recorded size stands as a number in{fixed}" if fixed else ""
             raise InputMismatch(f"{text}\n{why}{where}\n{AT_THIS_SHAPE}") from cause
         return found
+
+    def _inputs(self) -> Any:
+        """The recorded inputs, whatever is in them by now."""
+        values = self._record.values
+        return thaw_shared(self._record.graph.inputs, lambda leaf: as_leaf(values[leaf]) if type(leaf) is Ref else leaf)
 
     def _require_fitting(self, held: dict[str, torch.Tensor]) -> None:
         """Raises unless the program can use what the model holds. Skipped if that lies as at the last call."""

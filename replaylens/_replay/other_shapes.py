@@ -97,6 +97,14 @@ def difference_beside_sizes(one: Record, other: Record) -> str:
     return next(_differences(one, other), "")
 
 
+def difference(one: Record, other: Record) -> str:
+    """The same for two programs at the same shapes, whose numbers must agree as well."""
+    calls = zip(one.graph.calls, other.graph.calls, strict=False)
+    lines = ((node_line(was), node_line(now)) for was, now in calls)
+    numbers = (f"where `{was}` was, it has `{now}`" for was, now in lines if was != now)
+    return difference_beside_sizes(one, other) or next(numbers, "")
+
+
 def _differences(one: Record, other: Record) -> Iterator[str]:
     old, new = one.graph, other.graph
     for was, now in zip(old.nodes, new.nodes, strict=False):
