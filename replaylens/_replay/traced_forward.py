@@ -172,6 +172,11 @@ def traced_forward(
     why = _untraceable(record.graph, exchanged)
     if code.draws:
         why = "what it leaves out draws random numbers before what it computes does"
+    written = [ends[address].model for address, _ in record.graph.changes]
+    if any(place is not None and place.kind not in ("parameter", "buffer") for place in written):
+        why = "it writes tensors that are no parameters or buffers"
+    if any(one.layout is not torch.strided or one.is_nested for one in _sources(record)):
+        why = "it reads sparse or nested tensors"
     if not all(place.is_known for place in (*held.values(), *left.values())):
         why = "it reads tensors that are no parameters or buffers"
     try:
@@ -180,6 +185,12 @@ def traced_forward(
         return why or TracedForward(record, code, held, left)
     except ReplaylensError as error:
         return str(error)
+
+
+def _sources(record: Record) -> list[torch.Tensor]:
+    """What the forward reads that no call computes."""
+    refs = [Ref(node.name) for node in record.graph.nodes if not isinstance(node, Call)]
+    return [record.values[ref] for ref in refs if ref in record.values]
 
 
 def _untraceable(graph: Graph, exchanged: bool) -> str:
@@ -229,11 +240,11 @@ def _may_copy(call: Write) -> bool:
 
 
 def _odd_containers(graph: Graph) -> str:
-    trees = {"inputs": graph.inputs, "output": graph.output}
+    trees = {"inputs are": graph.inputs, "output is": graph.output}
     for what, tree in trees.items():
         leaves = [leaf for _, leaf in walk(tree, named_items) if type(leaf) is not Ref]
-        if not is_plain(tree) or (what == "inputs" and any(type(leaf) not in ATOMS for leaf in leaves)):
-            return f"its {what} are in other containers than lists, tuples and dicts, or objects are among them"
+        if not is_plain(tree) or (what == "inputs are" and any(type(leaf) not in ATOMS for leaf in leaves)):
+            return f"its {what} in other containers than lists, tuples and dicts, or objects are among them"
     if graph.literals or any(node.python_type not in (None, *PLAIN_MODULE) for node in graph.input_nodes):
         return "its inputs have attributes, or classes of their own"
     return ""
