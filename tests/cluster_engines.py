@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,6 @@ from typing import Any
 
 import replaylens as rl
 
-MARK = "REPLAYLENS_TEST_CLUSTER"  # an environment variable, which whatever is started inherits
 PACKAGES = {
     "processes": None,
     "loky": "loky",
@@ -107,19 +107,33 @@ def submitit(folder: Path) -> Iterator[Any]:
 ENGINES = {maker.__name__: maker for maker in (processes, loky, dask, ray, parsl, submitit)}
 
 
-def family(mark: str) -> dict[int, str]:
-    """The processes but this one that were started under a mark: their numbers and commands.
+def adopt_orphans() -> None:
+    """Have this process be the parent of whatever its children leave behind, so that it is found below it."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def descendants() -> dict[int, str]:
+    """The living processes that this one started, and those that these did: their numbers and commands.
 
     Trackers of shared memory are Python's own, one for each process that started others, and end when it does.
     """
-    found = {}
+    children: dict[int, list[int]] = {}
     for one in Path("/proc").iterdir():
-        if not one.name.isdigit() or int(one.name) == os.getpid():
-            continue
-        try:
-            command = (one / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if f"{MARK}={mark}".encode() in (one / "environ").read_bytes().split(b"\0"):
-                found[int(one.name)] = command
-        except OSError:  # it has ended meanwhile
-            continue
-    return {pid: command for pid, command in found.items() if "resource_tracker" not in command}
+        if one.name.isdigit():
+            try:
+                state, parent = (one / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:  # it has ended meanwhile
+                continue
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(one.name))
+    found = [os.getpid()]
+    for pid in found:
+        found += children.get(pid, [])
+    return {pid: command for pid in found[1:] if "resource_tracker" not in (command := _command(pid))}
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""

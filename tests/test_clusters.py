@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision_ops  # noqa: F401  before transformers
-from cluster_engines import ENGINES, MARK, PACKAGES, family
+from cluster_engines import ENGINES, PACKAGES, adopt_orphans, descendants
 from internals import same
 from torch import nn
 
@@ -51,19 +51,19 @@ def engine(request, tmp_path_factory, by_value):
     package = PACKAGES[request.param]
     if package is not None and not find_spec(package):
         pytest.skip(f"{package} is not installed")
-    mark, threads = f"{request.param}-{os.getpid()}", torch.get_num_threads()
+    adopt_orphans()
+    before, threads = descendants(), torch.get_num_threads()
     torch.set_num_threads(1)
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MARK, mark)
         patch.setenv("PATH", os.environ["PATH"])
         yield request.param, stack.enter_context(ENGINES[request.param](tmp_path_factory.mktemp(request.param)))
     torch.set_num_threads(threads)
-    assert_all_ended(mark)
+    assert_all_ended(before)
 
 
-def assert_all_ended(mark):
+def assert_all_ended(before):
     end = time.monotonic() + PATIENCE
-    while (left := family(mark)) and time.monotonic() < end:
+    while (left := {pid: one for pid, one in descendants().items() if pid not in before}) and time.monotonic() < end:
         time.sleep(0.1)
     assert not left
 
@@ -227,7 +227,7 @@ import replaylens as rl
 
 
 def slow(out):
-    Path(os.environ["REPLAYLENS_TEST_CLUSTER"], f"at {os.getpid()}").touch()
+    Path(os.environ["FOLDER"], f"at {os.getpid()}").touch()
     time.sleep(0.1)
     return out.sum().item()
 
@@ -291,7 +291,7 @@ def script(folder, text, *words, **options):
     path = folder / "script.py"
     path.write_text(text)
     places = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1", MARK: str(folder)}
+    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1", "FOLDER": str(folder)}
     command = [sys.executable, path, *words]
     return subprocess.Popen(command, env=environment, text=True, stdout=-1, stderr=-1, cwd=folder, **options)
 
@@ -303,17 +303,20 @@ def script(folder, text, *words, **options):
 def test_an_interrupt_leaves_no_process(name, to_whom, tmp_path):
     if PACKAGES[name] is not None and not find_spec(PACKAGES[name]):
         pytest.skip(f"{PACKAGES[name]} is not installed")
+    adopt_orphans()
+    before = descendants()
     driver = script(tmp_path, INTERRUPTED, name, str(tmp_path), start_new_session=True)
     with driver:
         try:
             pid = int(driver.stdout.readline())
             wait_until(lambda: any(one.name != f"at {pid}" for one in tmp_path.glob("at *")) or driver.poll())
+            assert len(descendants()) > len(before) + 1
             (os.kill if to_whom == "driver" else os.killpg)(pid, signal.SIGINT)
             _, said = driver.communicate(timeout=PATIENCE)
         finally:
             driver.kill()
     assert "KeyboardInterrupt" in said and driver.returncode
-    assert_all_ended(str(tmp_path))
+    assert_all_ended(before)
 
 
 def wait_until(is_so):
@@ -324,11 +327,13 @@ def wait_until(is_so):
 
 
 def test_a_script_with_a_pool_of_eight_gives_the_bits_of_one_process(tmp_path):
+    adopt_orphans()
+    before = descendants()
     ran = script(tmp_path, AS_WRITTEN)
     out, said = ran.communicate(timeout=PATIENCE)
     assert (ran.returncode, said) == (0, "")
     assert "of ProcessPoolExecutor, 1 thread each" in out
-    assert_all_ended(str(tmp_path))
+    assert_all_ended(before)
 
 
 # -- what is sent ------------------------------------------------------------------------------------------------------
