@@ -14,6 +14,7 @@ import argparse
 import heapq
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,6 @@ import replaylens as rl
 from replaylens._scale import run_task as worker_side
 from replaylens._scale.distribute import distribute
 
-MARK = "REPLAYLENS_BENCH"  # an environment variable: whatever an engine starts inherits it
 BUDGETS = {"ProcessPoolExecutor": 1.15, "loky": 1.15, "Ray": 1.15, "Dask": 1.4}
 ROUNDS = 3
 SMALL = 20e6  # bytes of a pass, for more of them
@@ -51,7 +51,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, ProcessPoolExecutor alone")
     options = parser.parse_args()
-    os.environ[MARK] = str(os.getpid())
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_grad_enabled(False)
     grid = Grid(options.quick)
@@ -101,7 +100,7 @@ class Extraction:
     def __init__(self, folder: Path, quick: bool) -> None:
         torch.manual_seed(0)
         self.model, self.folder, self.count = models.ResNet18().eval(), folder, 0
-        self.images = torch.randn(64 if quick else 512, 3, 64, 64)
+        self.images = torch.randn(64 if quick else 1536, 3, 64, 64)
 
     def run(self, executor: object = None) -> rl.Features:
         self.count += 1
@@ -168,24 +167,28 @@ ENGINES = {
 
 def children() -> list[Path]:
     """What this process has started, and what that has."""
-    mark, found = f"{MARK}={os.getpid()}".encode(), []
+    parents: dict[str, list[str]] = {}
     for one in Path("/proc").iterdir():
-        try:
-            if one.name.isdigit() and mark in (one / "environ").read_bytes().split(b"\0"):
-                found += [one] if int(one.name) != os.getpid() else []
-        except OSError:  # another user's, or it has ended
-            continue
-    return found
+        if one.name.isdigit():
+            try:
+                parents.setdefault((one / "stat").read_text().rpartition(")")[2].split()[1], []).append(one.name)
+            except OSError:  # it has ended
+                continue
+    found = [str(os.getpid())]
+    for one in found:
+        found += parents.get(one, [])
+    return [Path("/proc", one) for one in found[1:]]
 
 
 def children_seconds() -> float:
-    ticks = 0
+    """CPU seconds of what this process has started, of those that live and of those that have ended."""
+    ended, ticks = resource.getrusage(resource.RUSAGE_CHILDREN), 0
     for one in children():
         try:
             ticks += sum(map(int, (one / "stat").read_text().rpartition(")")[2].split()[11:13]))
         except OSError:
             continue
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return ticks / os.sysconf("SC_CLK_TCK") + ended.ru_utime + ended.ru_stime
 
 
 @frozen
@@ -195,10 +198,6 @@ class Cost:
     driver: float
     workers: float
     wall: float
-
-    @property
-    def cpu(self) -> float:
-        return self.driver + self.workers
 
 
 def cost(work: Callable[[], object]) -> Cost:
@@ -289,21 +288,27 @@ class Done:
 
 
 def print_costs(name: str, engines: list[str], work: Callable[[object], object], rounds: int) -> None:
-    """CPU and wall-clock of two workers and their driver, in turns with one process."""
-    head = (name, "one process, CPU s", "driver", "workers", "CPU / one process", "budget", "wall s", "/ one process")
+    """CPU and wall-clock of two workers and their driver, in turns with one process. The budget is that of the workers;
+    what the driver does (the plan, the file of the programs) is the same for any number of them.
+    """
+    head = name, "one process, CPU s", "workers", "/ one", "budget", "driver", "all / one", "wall s", "/ one process"
     rows = [head]
     for engine in engines:
         with ENGINES[engine][1]() as executor:
             work(executor), work(None)
             pairs = [(cost(partial(work, executor)), cost(partial(work, None))) for _ in range(rounds)]
-        ratio = median(two.cpu / one.driver for two, one in pairs)
-        seconds = [
-            median(one) for one in zip(*[(p.driver, t.driver, t.workers, t.wall) for t, p in pairs], strict=True)
+        columns = [
+            *(f"{median(one.driver for _, one in pairs):.2f}", f"{median(two.workers for two, _ in pairs):.2f}"),
+            f"{median(two.workers / one.driver for two, one in pairs):.2f}",
+            BUDGETS[engine] if rounds > 1 else "(too small)",
+            f"{median(two.driver for two, _ in pairs):.2f}",
+            f"{median((two.workers + two.driver) / one.driver for two, one in pairs):.2f}",
+            *(
+                f"{median(two.wall for two, _ in pairs):.2f}",
+                f"{median(two.wall / one.wall for two, one in pairs):.2f}",
+            ),
         ]
-        one, driver, workers, wall = (f"{one:.2f}" for one in seconds)
-        by_wall = median(two.wall / one.wall for two, one in pairs)
-        budget = BUDGETS[engine] if rounds > 1 else "(too small)"
-        rows.append((engine, one, driver, workers, f"{ratio:.2f}", budget, wall, f"{by_wall:.2f}"))
+        rows.append((engine, *columns))
         print("  ".join(map(str, rows[-1])), file=sys.stderr)
     printed(rows)
 
@@ -317,6 +322,7 @@ class Measured:
 
     passes: tuple[float, ...]  # seconds of each, in the order in which they are given out
     start: float  # seconds of Python and imports
+    begin: float  # seconds of the driver before it gives out the first task: the plan, the files
     prepare: float  # seconds from the first task of a job to its first pass
     file_bytes: int  # of the job and its programs, which go to each machine once
     result_bytes: int  # of one task, the mean
@@ -350,6 +356,7 @@ def measured_plan(grid: Grid, how: dict[str, object]) -> Measured:
     return Measured(
         passes=tuple([seconds for _, seconds in (first, *rest)]),
         start=0.0,
+        begin=timing.before,
         prepare=first[0],
         file_bytes=timing.bytes,
         result_bytes=round(sum(timing.sizes) / len(timing.sizes)),
@@ -361,11 +368,12 @@ class Timing:
     """An executor of one worker, which says how long each task took there."""
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
-        self.pool, self.bytes = pool, 0
+        self.pool, self.bytes, self.begun, self.before = pool, 0, process_time(), 0.0
         self.times: list[tuple[float, float]] = []
         self.sizes: list[int] = []
 
     def submit(self, function: Callable, *args: object) -> object:
+        self.before = self.before or process_time() - self.begun
         self.bytes = sum(one.stat().st_size for one in Path(str(args[0])).parent.iterdir())
         preparation, seconds, answer = self.pool.submit(timed, function, args).result()
         self.times.append((preparation, seconds))
@@ -437,9 +445,9 @@ def run(found: Measured, workers: int, *, is_warm: bool) -> Outcome:
     machines = -(-workers // WORKERS_PER_MACHINE)
     transfer = found.file_bytes * machines / NETWORK
     per_task = found.driver[workers] + found.result_bytes / NETWORK
-    ready = transfer + found.prepare + (0.0 if is_warm else found.start)
+    ready = found.begin + transfer + found.prepare + (0.0 if is_warm else found.start)
     free = [ready] * min(workers, len(found.passes))
-    driver = end = 0.0
+    driver = end = found.begin
     for seconds in sorted(found.passes, reverse=True):
         driver += per_task
         begin = max(heapq.heappop(free), driver)
@@ -448,9 +456,10 @@ def run(found: Measured, workers: int, *, is_warm: bool) -> Outcome:
     parts = {
         "the passes themselves": sum(found.passes) / workers,
         "the longest pass": max(found.passes),
-        "start-up and preparation": ready - transfer,
+        "start-up and preparation": ready - transfer - found.begin,
+        "the driver's plan and files": found.begin,
         "the files' way": transfer,
-        "the driver": per_task * len(found.passes),
+        "the driver's tasks": per_task * len(found.passes),
     }
     return Outcome(end, parts)
 
@@ -459,7 +468,7 @@ def print_simulation(name: str, found: Measured) -> None:
     total, count = sum(found.passes), len(found.passes)
     print(f"{name}: {count} passes, {total:.2f} s in all, {min(found.passes):.3f} to {max(found.passes):.3f} s each;")
     print(
-        f"start {found.start:.2f} s, preparation {found.prepare:.2f} s, files {found.file_bytes / 1e6:.0f} MB to a machine,"
+        f"the driver's plan and files {found.begin:.2f} s, start {found.start:.2f} s, preparation {found.prepare:.2f} s, files {found.file_bytes / 1e6:.0f} MB to a machine,"
     )
     print(f"{found.result_bytes:,} bytes of a result.")
     rows = [("workers", "s, cold", "efficiency", "s, warm", "efficiency", "driver, ms a task", "what bounds it, warm")]
