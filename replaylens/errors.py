@@ -6,8 +6,6 @@ stays the model's own: capture and replay only add a note that names the node an
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class ReplaylensError(Exception):
     """The base of all exceptions of replaylens."""
@@ -188,7 +186,7 @@ class LostWorkers(ReplaylensError, RuntimeError):
     """
 
     number: int | None = None  # of the task
-    execution: Any = None  # how far the work had come
+    execution: object = None  # how far the work had come
 
 
 class BadSource(ReplaylensError, ValueError):

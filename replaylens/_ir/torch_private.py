@@ -163,6 +163,7 @@ load_vmap_rules = _name(
 # -- operators, and where they stand -----------------------------------------------------------------------------------
 
 TensorBase = _name("torch._C.TensorBase", "methods of tensors have names")
+functions = _name("torch._C._VariableFunctions", "what torch wraps in Python, for tracers")
 kernels = _name("torch._C._nn", "the functional twin of a write in place")
 has_kernel = _name("torch._C._dispatch_has_kernel_for_dispatch_key", "which ATen calls consist of others")
 schemas_of_operator = _name(

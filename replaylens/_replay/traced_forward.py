@@ -19,6 +19,7 @@ from .._ir.model_state import StatePlace
 from .._ir.node import Call, Input, Node, Ref, State
 from .._ir.ops import Quirk, op_info
 from .._ir.target import Target
+from .._ir.torch_private import functions
 from .._ir.trees import ATOMS, named_items, thaw, walk
 from .._ir.write import Write, WriteArguments, mutate_surely
 from ..errors import ReplaylensError
@@ -229,7 +230,7 @@ def _for_tracers(graph: Graph) -> Graph:
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))  # which torch.compile never traces
 _SURE = Target.of(mutate_surely)
 _WRAPPED = ("einsum", "split")
-_ATEN: dict[Any, Any] = {getattr(torch._C._VariableFunctions, word): getattr(torch.ops.aten, word) for word in _WRAPPED}
+_ATEN: dict[Any, Any] = {getattr(functions, word): getattr(torch.ops.aten, word) for word in _WRAPPED}
 _ATEN[torch.Tensor.unflatten] = torch.ops.aten.unflatten
 
 

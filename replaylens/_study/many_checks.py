@@ -205,7 +205,8 @@ def _elsewhere(models: dict[str, Any], sample: float | None, executor: Any, **ho
             if error.number is None or (not found and len(names) > 1):
                 raise  # the workers themselves are at fault
             found[names[left[error.number]]] = NotChecked(error)
-            before.append(error.execution)
+            if isinstance(error.execution, Execution):
+                before.append(error.execution)
         else:
             return CheckReports({name: found[name] for name in names}, _together([*before, execution], len(names)))
 
