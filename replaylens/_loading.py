@@ -12,7 +12,9 @@ try:
     gc.disable()
     from . import files as files, program as program
     from ._capture.snapshot import is_frozen
-    from ._study import attributed_pairs as attributed_pairs, paths as paths, sweep as sweep
+    from ._extract import extract as extract, linear_probe as linear_probe, similarity as similarity
+    from ._scale import on_ray as on_ray
+    from ._study import attributed_pairs as attributed_pairs, many_checks as many_checks, paths as paths, sweep as sweep
     from ._sweep import batch_runner as batch_runner
     from ._view import overlays as overlays, theme as theme
     from ._watch import watch as watch

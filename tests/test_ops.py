@@ -37,6 +37,11 @@ ELSEWHERE = {
     "_HIDDEN": "classes of a module of torch's",
     "multiplications": "the formulas of what it costs",
     "work": "the same",
+    "_SIZED": "calls in whose lines a size that stands as a number is shown",
+    "_RECURRENT": "what torch's compiler never traces",
+    "HOW": "words of a reduction's pattern",
+    "_STORED": "dtypes of numpy, which are methods too",
+    "table": "the columns of a table",
 }
 EXCLUDING = [
     (Quirk.METADATA, Quirk.READS_CONTENT),

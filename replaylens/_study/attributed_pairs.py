@@ -7,13 +7,13 @@ Attributions, with one for each, their mean, and how far they scatter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import isclose
 from typing import Any, overload
 
 import torch
 from attrs import astuple, field, frozen
 
 from .._edit.part import Part, as_part
+from .._ir.equality import is_close_number
 from .._ir.util import add_note, optional
 from .._ir.value_source import Saved
 from .._replay.supply import Run
@@ -366,8 +366,8 @@ def _as_here(key: Any, pair: Any, metric: Metric, found: Attribution) -> Attribu
 def _is_alike(corrupt: Program, metric: Metric, found: Attribution) -> bool:
     with torch.no_grad():
         numbers = [float(metric(corrupt.output)) for _ in range(2)]
-    is_steady = isclose(*numbers, rel_tol=1e-6) and numbers[0] == numbers[0]
-    return not is_steady or isclose(numbers[0], found.corrupt, rel_tol=1e-3, abs_tol=1e-6)
+    is_steady = is_close_number(*numbers)  # a NaN is close to nothing
+    return not is_steady or is_close_number(numbers[0], found.corrupt)
 
 
 # -- as a file ---------------------------------------------------------------------------------------------------------
