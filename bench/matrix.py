@@ -45,7 +45,10 @@ def installed(version: str, python: str) -> tuple[Path, str]:
     torch = next(line for line in PINNED.read_text().splitlines() if line.startswith("torch=="))
     if not has_torch(own) and (why := unfit(own, torch)):
         return own, why
-    for what in ([torch], ["--editable", f"{ROOT}[dev,pandas,plot,progress,safetensors,xarray,watch,video,board,extract,scale]"]):
+    for what in (
+        [torch],
+        ["--editable", f"{ROOT}[dev,pandas,plot,progress,safetensors,xarray,watch,video,board,extract,scale]"],
+    ):
         command = [own, "-m", "pip", "install", *TOLD, "--only-binary", "torch", "--constraint", PINNED, *what]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode:
