@@ -730,3 +730,25 @@ def test_the_compiler_is_not_imported_with_replaylens():
     code = "import sys, replaylens; print('torch._dynamo' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
+
+
+@pytest.mark.parametrize("leave", ["replace", "delete"])
+def test_a_submodule_that_the_model_has_no_more_keeps_its_tensors_at_other_sizes(net, leave):
+    net.spare, net.eval().layer1[1].spare = nn.BatchNorm1d(4), nn.Linear(2, 2)
+    module = rl.capture(net, pictures(2)).module(outputs=["stem", "fc"])
+    recorded = module(pictures(2))
+    old = [net.stem, net.layer1, net.spare]
+    held = [dict(one.state_dict(keep_vars=True)) for one in old]
+    if leave == "replace":
+        net.stem, net.layer1, net.spare = copy.deepcopy(net.stem), nn.Identity(), nn.Linear(1, 1)
+    else:
+        del net.spare
+    for size in (2, 5, 2):
+        try:
+            found = module(pictures(size))
+            assert size != 2 or torch.equal(found[1], recorded[1])
+        except rl.InputMismatch as error:
+            assert size != 2 and leave == "replace", error
+        for one, then in zip(old, held, strict=True):
+            now = dict(one.state_dict(keep_vars=True))
+            assert now.keys() == then.keys() and all(now[key] is then[key] for key in then)

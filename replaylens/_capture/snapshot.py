@@ -261,9 +261,11 @@ class Snapshot:
         return now
 
     def holding(self, modules: Iterable[nn.Module]) -> Snapshot:
-        """The same snapshot, with these modules and the tensors that they hold now."""
+        """The same snapshot, with these modules and the tensors that they hold now. So have its own modules, those
+        too that the model has no more.
+        """
         made = copy(self)
-        made.held = ModuleContents(modules, whole=True)
+        made.held = ModuleContents(dict.fromkeys([*modules, *self.all_modules]), whole=True)
         return made
 
     def put_back(self, draws_on: bool = False) -> None:
