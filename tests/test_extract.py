@@ -304,6 +304,55 @@ def test_a_path_that_the_size_of_the_batch_decides_is_the_models_own():
     assert np.array_equal(features["fc"][...], torch.cat([model(part) for part in x.split(2)]).detach().numpy())
 
 
+class Remembering(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.calls = way, 0
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        if self.way == "a buffer":
+            self.seen += x.mean(0)
+            return torch.tanh(x - self.seen)
+        if self.way == "Python":
+            self.calls += 1
+            return torch.tanh(x * self.calls)
+        if self.way == "numpy":
+            return torch.tanh(x * np.random.rand())
+        self.seen.copy_(x.mean(0))
+        return torch.tanh(x - self.seen)
+
+
+@pytest.mark.parametrize("way", ["a buffer", "Python", "numpy"])
+def test_a_model_whose_batches_follow_one_another_is_refused(way):
+    with pytest.raises(BadSource, match=r"same state|same ones"):
+        rl.extract(Remembering(way), torch.randn(6, 3), "tanh_1", batch_size=2)
+
+
+def test_a_model_that_writes_what_it_has_not_read_is_taken():
+    model, x = Remembering("its own mean"), torch.randn(6, 3)
+    wanted = torch.cat([torch.tanh(part - part.mean(0)) for part in x.split(2)]).numpy()
+    assert np.allclose(rl.extract(model, x, "tanh_1", batch_size=2)["tanh_1"][...], wanted) and not model.seen.any()
+    assert len(rl.extract(cnn().train(), images(8), NAMES, batch_size=4)) == 5
+
+
+def test_layers_that_share_a_value_have_an_array_each_by_the_names_that_were_asked_for():
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(3, 4)), nn.ReLU()), torch.randn(5, 3)
+    features = rl.extract(model, x, ["0", "0.0", "linear_1"])
+    assert list(features) == ["0", "0.0", "linear_1"]
+    assert np.array_equal(features["0"][...], features["0.0"][...])
+    assert list(rl.extract(model, x, ["linear", "0.0", "lin*"])) == ["linear_1_1", "0.0"]
+
+
+def test_a_sparse_layer_is_refused_with_the_way_to_make_numbers_of_it():
+    class Sparse(nn.Module):
+        def forward(self, x):
+            return x.to_sparse() * 2
+
+    with pytest.raises(BadSource, match="gives a sparse tensor"):
+        rl.extract(Sparse(), torch.eye(3), "mul_1")
+
+
 # -- what is left alone ------------------------------------------------------------------------------------------------
 
 
@@ -429,7 +478,13 @@ def forked(work):
 
 def extract_little(folder):
     """Two shards of two layers: few writes."""
-    return rl.extract(cnn(), images(8), ["conv1", "fc"], to=folder, batch_size=4, shard_bytes=2000, labels=LITTLE)
+    return little(folder)
+
+
+def little(folder, **how):
+    return rl.extract(
+        cnn(), images(8), ["conv1", "fc"], to=folder, batch_size=4, shard_bytes=2000, labels=LITTLE, **how
+    )
 
 
 LITTLE = {"stimulus": [f"image {n}" for n in range(8)]}
@@ -652,6 +707,104 @@ def test_what_is_there_and_not_ours_is_never_touched(kind, tmp_path):
         with pytest.raises(FileExistsError):
             rl.extract(cnn(), images(4), "fc", to=folder, **how)
     assert (folder / "thesis.txt").read_text() == "all of it" and len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_overwriting_is_refused_where_it_would_remove_a_file_of_the_users(kind, tmp_path):
+    folder = tmp_path / kind
+    rl.extract(cnn(), images(8), ["fc"], to=folder, labels={"stimulus": range(8)})
+    before = tree(folder)
+    for name in ("notes.txt", "fc/c/notes.txt", "mine/0.npy"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+        with pytest.raises(FileExistsError, match=f"{name}, which no extraction wrote"):
+            rl.extract(cnn(), images(8), ["conv1"], to=folder, overwrite=True)
+        (folder / name).unlink()
+        assert tree(folder) == before
+    progress = folder.with_name(f"{kind}.progress")
+    for name in ("new", "done"):
+        (progress / name).mkdir(parents=True, exist_ok=True)
+        (progress / name / "mine.txt").write_text("mine")
+    rl.extract(cnn(), images(8), ["conv1"], to=folder, overwrite=True)
+    assert {**tree(progress)} == {"new/mine.txt": b"mine", "done/mine.txt": b"mine"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_overwritten_by_a_call_that_cannot_work(kind, tmp_path):
+    folder = tmp_path / kind
+    rl.extract(cnn(), images(8), ["fc"], to=folder)
+    before = tree(folder)
+    for how in ({"executor": 3}, {"shard_bytes": -3}, {"labels": {"x": [1]}}, {"reduce": "b c h w -> b c"}):
+        with pytest.raises((TypeError, ValueError)):
+            rl.extract(cnn(), images(8), ["fc"], to=folder, overwrite=True, **how)
+        assert tree(folder) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_killed_while_it_overwrites_it_can_be_begun_and_overwritten_again(is_complete, kind, tmp_path):
+    wanted = whole(tmp_path, kind=kind, extract=extract_little)
+    for point in range(200):
+        folder = tmp_path / f"{is_complete} {point}" / kind
+        if is_complete:
+            extract_again(folder)
+        else:
+            stop_after_shard(folder)
+
+        def overwritten(folder=folder, point=point):
+            audited = iter(range(10**6))
+
+            def hook(event, args):
+                if event in EVENTS and any(str(folder.parent) in str(one) for one in args) and next(audited) == point:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(hook)
+            little(folder, overwrite=True)
+
+        status = forked(overwritten)
+        with pytest.raises(PlanDiffers) if folder_is_begun_otherwise(folder, status) else ExitStack():
+            extract_little(folder)
+        little(folder, overwrite=True)
+        assert tree(folder) == wanted, point
+        if status == 0:
+            assert point > 15
+            break
+    else:
+        raise AssertionError("it never ended")
+
+
+EVENTS = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.truncate")
+
+
+def folder_is_begun_otherwise(folder, status):
+    """True if what is left is of the plan before."""
+    found = rl._extract.feature_folder.begun_plan(folder) if folder.parent.exists() else None
+    return status != 0 and found is not None and found["total"] == 40
+
+
+def stop_after_shard(folder):
+    assert forked(lambda: (die_at_shard(2), extract_again(folder))) == signal.SIGKILL
+
+
+def test_a_stream_that_ends_before_what_is_done_is_refused(tmp_path):
+    model, x, folder = cnn(), images(40), tmp_path / "x.zarr"
+
+    def stream(rows, breaks=None):
+        for number, part in enumerate(x[:rows].split(4)):
+            if number == breaks:
+                raise OSError("the stream broke")
+            yield part
+
+    with pytest.raises(OSError, match="broke"):
+        rl.extract(model, stream(40, 7), NAMES, to=folder, shard_bytes=2000)
+    before = tree(folder)
+    with pytest.raises(BadSource, match=r"ended after 12 rows, and 2\d are done already"):
+        rl.extract(model, stream(12), NAMES, to=folder, shard_bytes=2000)
+    assert {name: data for name, data in tree(folder).items() if "/c/" in name} == {
+        name: data for name, data in before.items() if "/c/" in name
+    }
+    features = rl.extract(model, stream(40), NAMES, to=folder, shard_bytes=2000)
+    assert same(features, by_hooks(model, x.split(4), NAMES)) and features.rows == 40
 
 
 def test_two_processes_on_one_folder_do_no_harm(tmp_path):

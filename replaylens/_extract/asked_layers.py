@@ -37,18 +37,24 @@ class Asked:
 def asked_layers(prog: Any, layers: Any) -> tuple[Asked, ...]:
     """The layers that a user's words mean, in the order of the words, each once."""
     keys = _keys(layers)
-    found: dict[tuple[Any, ...], Asked] = {}
+    found: dict[str, tuple[Asked, Any]] = {}
     for key in keys:
         for one in _of_key(prog, key):
+            # What a glob or type finds has one array, whatever else finds it; what is named has its own by that name.
             places = tuple([prog._index.find(place) for place in one.places])
-            known = found.setdefault(places, one)
-            found[places] = evolve(known, words=(*known.words, *([key] if isinstance(key, str) else [])))
+            is_named = isinstance(key, str) and one.name.partition("[")[0] == key.partition("[")[0]
+            known = next((name for name, (_, other) in found.items() if other == places and not is_named), one.name)
+            asked = found[known][0] if known in found else one
+            words = (*asked.words, *([key] if isinstance(key, str) else []))
+            found[known] = evolve(asked, words=words), places
     if not found:
         raise NoSuchLayer("layers= names no layer. Give names, globs or types: layers=['layer*', 'fc'].")
-    return tuple(found.values())
+    return tuple([asked for asked, _ in found.values()])
 
 
 def _keys(layers: Any) -> list[Any]:
+    if layers is None or isinstance(layers, (float, bytes)):
+        raise NoSuchLayer(f"layers= is {layers!r:.60}. Give names, globs or types: layers=['layer*', 'fc'].")
     is_one = callable(layers) or isinstance(layers, (Where, Selection))
     return [layers] if is_one else as_list(layers)
 

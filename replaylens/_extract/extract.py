@@ -16,12 +16,13 @@ from attrs import define, field
 
 from .._ir.util import add_note
 from .._scale.distribute import distribute
+from .._scale.executors import require_executor
 from .._sweep.batch_runner import progress_bar
 from .._sweep.task_draws import seeds_now
 from ..errors import BadExecutor, BadSource, PlanDiffers
 from .batch_reader import Batch, BatchReader, reader_of
 from .data_source import data_source
-from .extraction_plan import Plan
+from .extraction_plan import Plan, require_shard_bytes
 from .feature_folder import Account, Target, begun_plan, require_target, target_of
 from .features import Features
 from .first_batch import Asked, plan_of
@@ -76,6 +77,9 @@ def extract(
     (5, 3)
     """
     require_target(to)
+    require_shard_bytes(shard_bytes)
+    if executor is not None:
+        require_executor(executor)
     wish = Wish(layers, _what(what, of), of, PerLayer(reduce, steps_of), PerLayer(dtype, torch_dtype))
     source = data_source(data, batch_size, transform)
     if executor is not None and source.is_one_pass:
@@ -97,7 +101,7 @@ def extract(
         target = target_of(plan, to)
         done = target.begin(known, resume, overwrite)
         if done is None:
-            return _as_labelled(Features.open(to), known)
+            return _as_labelled(Features.open(target.path), known)
         run = Extraction(reader, values, target, done, {first.first: as_stored(*found, first.call, plan)})
         del found
         if executor is not None:
@@ -160,11 +164,13 @@ class Extraction:
     accounts: dict[int, Account]
     known: dict[int, BatchValues]  # by the first row of a batch: those that are computed already
     _ended_at: int = field(default=0, init=False)  # the rows of data whose number nobody knew
+    _done_before: int = field(default=0, init=False)  # the row behind those that another run has made
 
     def __attrs_post_init__(self) -> None:
         if self.reader.total is None:  # the last shard may have been cut off by an end that is none
             full = self.plan.shard_rows
             self.accounts = {shard: one for shard, one in self.accounts.items() if one["rows"] == full}
+        self._done_before = max([(shard + 1) * self.plan.shard_rows for shard in self.accounts], default=0)
 
     @property
     def plan(self) -> Plan:
@@ -185,6 +191,7 @@ class Extraction:
             tick(sum(one["rows"] for one in self.accounts.values()))
             if self.plan.total is None or self.reader.source.is_one_pass:
                 self._make(self.reader.read(), tick)
+                self._require_no_fewer()
             else:
                 for rows in self._stretches(missing):
                     self._make(self.reader.read(rows.start, rows.stop), tick)
@@ -221,6 +228,14 @@ class Extraction:
                     f"the data ended after {self._ended_at} rows, and said that there are {self.plan.total}."
                 )
             self._keep(shard, tick)
+
+    def _require_no_fewer(self) -> None:
+        """Raise if data whose length nobody knew end before rows that are done."""
+        if self.plan.total is None and self._ended_at < self._done_before:
+            raise BadSource(
+                f"the data ended after {self._ended_at} rows, and {self._done_before} are done already, of an earlier "
+                "run. Give all of the data; or overwrite=True, to begin anew with what there is."
+            )
 
     def _values_of(self, batch: Batch) -> BatchValues:
         if (known := self.known.pop(batch.first, None)) is not None:

@@ -95,6 +95,10 @@ class Plan:
 
 def array_dtype(tensor: torch.Tensor, name: str) -> tuple[str, str]:
     """The dtype in which a tensor is stored, and its own."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "sparse"
+        cure = "dequantize" if tensor.is_quantized else "to_dense"
+        raise BadSource(f"{name} gives a {kind} tensor. Make numbers of it: reduce={{{name!r}: torch.Tensor.{cure}}}.")
     own = str(tensor.dtype).removeprefix("torch.")
     stored = STORED_AS.get(tensor.dtype, "float32" if own.startswith("float8") else own)
     try:
@@ -127,12 +131,18 @@ def time_axes(arrays: Mapping[str, tuple[bool, int]]) -> dict[str, str]:
 
 def shard_rows(arrays: tuple[ArrayPlan, ...], batch_rows: int, total: int | None, shard_bytes: int | None) -> int:
     """How many rows a shard has: whole batches, as many as its bytes allow."""
-    most = shard_bytes or SHARD_BYTES
+    most = int(shard_bytes or SHARD_BYTES)
     largest = max([one.row_bytes for one in arrays], default=1) or 1
     every = sum([one.row_bytes for one in arrays]) or 1
     rows = min(most // largest, 16 * most // every, SHARD_ROWS)
     rows = max(rows - rows % batch_rows, batch_rows)
     return rows if total is None else max(1, min(rows, total))
+
+
+def require_shard_bytes(given: Any) -> None:
+    """Raise unless `shard_bytes=` is a number of bytes."""
+    if given is not None and (not isinstance(given, (int, float)) or isinstance(given, bool) or not given >= 1):
+        raise ValueError(f"shard_bytes= is the size of a shard in bytes, such as 16_000_000, not {given!r:.60}.")
 
 
 def differences(begun: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:

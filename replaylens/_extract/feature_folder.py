@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -132,7 +132,7 @@ class FeatureFolder:
     @cached_property
     def progress(self) -> Progress:
         """The account of what is done."""
-        return Progress.beside(self.path)
+        return Progress.of(self.path)
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class FeatureFolder:
         if is_there and attributes is None and found is None:
             raise FileExistsError(f"{self.path} is there, and no extraction wrote it. Give another name in to=.")
         if (is_there or found is not None) and overwrite:
-            self._clear()
+            self._clear(found if found is not None else (attributes or {}).get("plan") or {}, attributes or {})
         elif is_there or found is not None:
             if not resume:
                 raise FileExistsError(
@@ -158,8 +158,9 @@ class FeatureFolder:
         self.progress.begin(self.plan.document)
         self.path.mkdir(parents=True, exist_ok=True)
         sync_folder(self.path.parent)
+        done = {shard: account for shard, account in self.progress.done().items() if self.has(account)}
         self.prepare(labels)
-        return {shard: account for shard, account in self.progress.done().items() if self.has(account)}
+        return done
 
     def _require_apart(self, labels: Labels) -> None:
         """Raise if two arrays would be one file on a system that takes upper and lower case for one."""
@@ -179,14 +180,24 @@ class FeatureFolder:
                 + "\nGo on as it was begun, give another name in to=, or pass overwrite=True to lose what is there."
             )
 
-    def _clear(self) -> None:
-        """Remove what is there, after it has left its place at once."""
-        self.progress.remove()
-        self.progress.begin({})
+    def _clear(self, begun: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+        """Remove what is there, after it has left its place at once. Wherever that ends, what is there has its plan."""
+        names = [*begun.get("arrays", ()), *attributes.get("labels", ())]
+        if others := sorted(one for one in self.files() if not self.is_ours(one, names)):
+            raise FileExistsError(
+                f"{self.path} holds {', '.join(others[:3])}, which no extraction wrote, and overwrite=True would "
+                "remove it. Move it away, or give another name in to=."
+            )
+        self.progress.forget()
+        self.progress.begin(begun)
         if self.path.exists():
-            old = self.progress.folder / "new" / f"old-{os.getpid()}-0"
+            old = self.progress.beside()
             os.replace(self.path, old)
             remove(old)
+
+    def files(self) -> list[str]:
+        """All that is in the folder."""
+        return [one.relative_to(self.path).as_posix() for one in self.path.rglob("*") if not one.is_dir()]
 
     def bare(self) -> Target:
         return self
@@ -210,6 +221,10 @@ class FeatureFolder:
         return Features.open(self.path)
 
     # -- what kinds of folders differ in -------------------------------------------------------------------------------
+
+    def is_ours(self, file: str, names: Iterable[str]) -> bool:
+        """True if an extraction of arrays and labels of these names wrote a file."""
+        raise NotImplementedError
 
     @property
     def attributes(self) -> dict[str, Any] | None:
@@ -246,6 +261,11 @@ class ZarrGroup(FeatureFolder):
         found = read_json(self.path / "zarr.json")
         said = found.get("attributes", {}).get("replaylens") if isinstance(found, dict) else None
         return said if isinstance(said, dict) else None
+
+    def is_ours(self, file: str, names: Iterable[str]) -> bool:
+        folder, _, rest = file.partition("/")
+        is_part = rest == "zarr.json" or (rest.startswith("c/") and rest[2:].replace("/", "").isdecimal())
+        return file == "zarr.json" or (is_part and folder in map(folder_name, names))
 
     def prepare(self, labels: Labels) -> None:
         total = self.plan.total
@@ -315,6 +335,19 @@ class NpyFolder(FeatureFolder):
         found = read_json(self.path / "features.json")
         return found if isinstance(found, dict) and "plan" in found else None
 
+    def is_ours(self, file: str, names: Iterable[str]) -> bool:
+        known = [f"{folder_name(name)}.npy" for name in names]
+        return file == "features.json" or file.removeprefix("labels/") in known
+
+    def has(self, account: Account) -> bool:
+        """True if the files of a shard reach as far as its rows do."""
+        try:
+            return bool(account["files"]) and all(
+                (self.path / name).stat().st_size >= size for name, (size, _) in account["files"].items()
+            )
+        except (OSError, TypeError, ValueError, AttributeError):
+            return False
+
     def prepare(self, labels: Labels) -> None:
         for one in self.plan.arrays:
             with open(
@@ -326,18 +359,23 @@ class NpyFolder(FeatureFolder):
 
     def write(self, shard: int, values: Mapping[str, Array], reruns: int) -> Account:
         rows = len(next(iter(values.values())))
+        sums = {}
         with nothing_is_lost():
             for one in self.plan.arrays:
-                self._write_rows(one, shard * self.plan.shard_rows, values[one.name])
-        return self._accounted(shard, rows, reruns, {})
+                name = self._file(one).relative_to(self.path).as_posix()
+                sums[name] = self._write_rows(one, shard * self.plan.shard_rows, values[one.name])
+        return self._accounted(shard, rows, reruns, sums)
 
-    def _write_rows(self, one: ArrayPlan, first: int, values: Array) -> None:
-        data = np.ascontiguousarray(values, np.dtype(one.dtype).newbyteorder("<"))
+    def _write_rows(self, one: ArrayPlan, first: int, values: Array) -> list[Any]:
+        """Where the rows end in the file, and their digest."""
+        data = np.ascontiguousarray(values, np.dtype(one.dtype).newbyteorder("<")).tobytes()
+        begin = _npy_start(one) + first * one.row_bytes
         with open(self._file(one), "r+b") as file:
-            file.seek(_npy_start(one) + first * one.row_bytes)
-            file.write(data.tobytes())
+            file.seek(begin)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        return [begin + len(data), hashlib.sha256(data).hexdigest()]
 
     def complete(self, total: int, labels: Labels, attributes: dict[str, Any]) -> None:
         for one in self.plan.arrays:
@@ -385,7 +423,7 @@ def target_of(plan: Plan, to: Any) -> Any:
     """Where `to=` says that features go."""
     if to is None:
         return Memory(plan)
-    path = Path(to).absolute()
+    path = Path(to).expanduser().absolute()
     return _KINDS[path.suffix](path, plan)
 
 

@@ -21,6 +21,7 @@ from .batch_reader import Batch
 from .extraction_plan import ArrayPlan, Plan, array_dtype, shard_rows, time_axes
 from .function_text import function_text
 from .layer_values import LayerValues, Route
+from .memory_of_batches import require_no_memory
 from .reduction import require_fit
 from .row_axis import require_row_axis
 from .shards import require_rows
@@ -43,6 +44,7 @@ def plan_of(batch: Batch, tensors: Mapping[str, torch.Tensor], values: LayerValu
     """The plan of an extraction, whose first batch this is, and gave these tensors."""
     arrays = (*_layers(tensors, values, batch.call.rows), *_labels(batch, asked.labels))
     require_row_axis(values, batch.call, batch.first, tensors)
+    require_no_memory(values, batch.call, batch.first, tensors)
     values.wish.reduce.require_used("reduce", tensors)
     values.wish.dtype.require_used("dtype", tensors)
     require_fit({name: values.origins[name].reduction for name in tensors})

@@ -16,6 +16,7 @@ from attrs import define, evolve, field, frozen
 
 from .._capture.rerun.run import capture_without_effects
 from .._edit.select import SaveSpec
+from .._ir.graph import Graph
 from .._ir.trees import freeze_deep
 from .._layers.naming import label_nodes
 from .._replay.record import keeping_only
@@ -57,6 +58,8 @@ class Route:
     asked: tuple[Asked, ...]
     whole: Any = None  # kept if gradients are asked for
     cut: Any = None  # its output are the layers; None if activations are not asked for
+    memory: tuple[str, ...] = ()  # what the forward changes and may have read
+    unseen_draws: tuple[str, ...] = ()  # by what it draws besides torch
 
     @property
     def draws(self) -> bool:
@@ -183,6 +186,13 @@ def _stacked(array: str, passes: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(passes, 1)
 
 
+def memory_of(whole: Graph, part: Graph) -> tuple[str, ...]:
+    """What a forward changes, and may have read before: Python state, and tensors that a part of it reads."""
+    read = {node.address for node in part.state_nodes}
+    written = [address for address, _ in whole.changes if address in read]
+    return tuple(dict.fromkeys([*whole.altered, *written]))
+
+
 def _replayed(route: Route, call: Call) -> Any:
     """What the layers give for a batch."""
     return route.cut._replay_on(call.args, call.kwargs, fresh=route.draws).output
@@ -213,6 +223,12 @@ class RouteMaker:
         route, given = self._cut(self._edited(prog))
         return route, None if fits else given
 
+    @property
+    def origin(self) -> Any:
+        """The model itself."""
+        beginning = self.model._beginning if isinstance(self.model, Program) else None
+        return self.model if beginning is None else beginning.model
+
     def _edited(self, prog: Any) -> Any:
         made = prog if self.edit is None else self.edit(prog)
         if not isinstance(made, Program):
@@ -223,11 +239,12 @@ class RouteMaker:
         """The program cut behind the layers that are asked for, which keeps no value of this batch but the inputs."""
         asked = asked_layers(prog, self.wish.layers)
         made = Route(prog.graph.model_name, asked, prog if "grad" in self.wish.what else None)
+        made = evolve(made, unseen_draws=tuple(prog.graph.other_random_sources))
         if "activation" not in self.wish.what:
-            return made, None
+            return evolve(made, memory=memory_of(prog.graph, prog.graph)), None
         cut = prog.slice(to=tuple([name for one in asked for name in one.places]))
         bare = Program(_record=keeping_only(cut._record, frozenset()), _history=cut.history)
-        return evolve(made, cut=bare), cut.output
+        return evolve(made, cut=bare, memory=memory_of(prog.graph, bare.graph)), cut.output
 
     def _captured_again(self, prog: Any, call: Call) -> Any:
         """A program like the one that was given, for a call that does not fit it."""

@@ -234,23 +234,30 @@ def cast(value: torch.Tensor, dtype: torch.dtype, layer: str) -> torch.Tensor:
     if not value.numel() or _holds_all(dtype, value.dtype):
         return made
     if dtype.is_floating_point or dtype.is_complex:
-        is_lost = bool((made.isinf() & value.isfinite()).any())
+        lost = made.isinf() & value.isfinite()
     else:
-        limits, full = _limits(dtype), value.double()
-        is_lost = not limits.min <= full.min().item() <= full.max().item() <= limits.max
-    if is_lost:
-        largest = value.abs().double().max().item()
+        lost = (made.to(torch.complex128 if value.is_complex() else torch.float64) != value) | ~_finite(value)
+    if bool(lost.any()):
+        example = value[lost][0].item()
         raise ValueError(
-            f"{layer} reaches {largest:.6g}, and {dtype} ends at {_limits(dtype).max:.6g}. Store it as another: "
-            f"dtype={{{layer!r}: 'float32'}}."
+            f"{layer} gives {example:.6g}, and {dtype} has no such number. Leave out dtype= for it, which stores it as "
+            f"it is, {value.dtype}."
         )
     return made
+
+
+def _finite(value: torch.Tensor) -> torch.Tensor:
+    return (
+        value.isfinite()
+        if value.is_floating_point() or value.is_complex()
+        else torch.ones_like(value, dtype=torch.bool)
+    )
 
 
 def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
     """True if every value of the other dtype has a place in this one."""
     if dtype is torch.bool:
-        return True
+        return other is torch.bool
     if (other.is_floating_point or other.is_complex) and not (dtype.is_floating_point or dtype.is_complex):
         return False
     return bool(_limits(dtype).min <= _limits(other).min and _limits(other).max <= _limits(dtype).max)

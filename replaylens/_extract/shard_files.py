@@ -56,7 +56,7 @@ class Progress:
     folder: Path
 
     @staticmethod
-    def beside(target: Path) -> Progress:
+    def of(target: Path) -> Progress:
         return Progress(target.with_name(target.name + ".progress"))
 
     @property
@@ -92,7 +92,7 @@ class Progress:
         made: dict[Path, Path] = {}
         try:
             for path, data in files.items():
-                made[path] = self.folder / "new" / f"{_HOST}-{os.getpid()}-{secrets.token_hex(6)}"
+                made[path] = self.beside()
                 write_file(made[path], data, is_synced)
             changed = {folder for path in files for folder in _make_folder(path.parent)}
             for path, beside in made.items():
@@ -120,17 +120,41 @@ class Progress:
 
     def sweep(self) -> None:
         """Remove what processes left behind that are no more."""
-        for path in (self.folder / "new").glob("*"):
-            host, _, rest = path.name.rpartition("-")[0].rpartition("-")
-            is_dead = host == _HOST and rest.isdecimal() and int(rest) != os.getpid() and not _is_alive(int(rest))
+        for path, host, pid in self._unfinished():
+            is_dead = host == _HOST and pid != os.getpid() and not _is_alive(pid)
             with suppress(OSError):
                 if is_dead or time.time() - path.stat().st_mtime > A_DAY:
                     remove(path)
 
+    def _unfinished(self) -> Iterator[tuple[Path, str, int]]:
+        """What is being written, and by whom. What else somebody put there is not ours."""
+        for path in (self.folder / "new").glob("*"):
+            host, _, pid = path.name.rpartition("-")[0].rpartition("-")
+            if host and pid.isdecimal():
+                yield path, host, int(pid)
+
+    def beside(self) -> Path:
+        """A new name in the folder."""
+        return self.folder / "new" / f"{_HOST}-{os.getpid()}-{secrets.token_hex(6)}"
+
+    def forget(self) -> None:
+        """No shard is done."""
+        for shard in self.done():
+            with suppress(FileNotFoundError):
+                (self.folder / "done" / f"{shard}.json").unlink()
+
     def remove(self) -> None:
-        """Remove the folder, the plan at the end."""
+        """Remove what is ours, the plan at the end, and the folder, if nothing else is in it."""
+        for path, _, _ in self._unfinished():
+            with suppress(OSError):
+                remove(path)
+        for path in (self.folder / "done").glob("*.json"):
+            if path.stem.isdecimal():
+                with suppress(OSError):
+                    path.unlink()
         for name in ("new", "done"):
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+            with suppress(OSError):
+                (self.folder / name).rmdir()
         with suppress(FileNotFoundError):
             (self.folder / "plan.json").unlink()
         with suppress(OSError):

@@ -204,9 +204,17 @@ def engine_of(given: Any) -> Engine:
     return Engine(given, kind)
 
 
+def require_executor(given: Any) -> None:
+    """Raise if something is neither an executor nor a function that may make one; nothing is made."""
+    if isinstance(given, (type, ModuleType)) or not hasattr(given, "submit"):
+        if isinstance(given, (type, ModuleType)) or not callable(given) or _needs_arguments(given):
+            raise BadExecutor(_cure(given))
+    else:
+        _kind_of(given).refuse(given)
+
+
 def _made_by(given: Any) -> Engine:
-    if isinstance(given, (type, ModuleType)) or not callable(given) or _needs_arguments(given):
-        raise BadExecutor(_cure(given))
+    require_executor(given)
     made = given()
     if not hasattr(made, "submit"):
         raise BadExecutor(f"the function given as executor= gave {_shown(made)}. {_cure(made)}")
