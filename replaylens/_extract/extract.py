@@ -258,14 +258,15 @@ class Extraction:
         if not missing:
             return
         self._foresee(missing[-1])
-        job = ShardJob.of(self.reader, self.values, self.target)
 
         def receive(place: int, answer: ShardAnswer | None) -> None:
             if answer is not None:
                 self._take(missing[place], answer)
 
         how = {"scratch": scratch, "retries": retries, "progress": progress, "unit": "shard"}
-        distribute(executor, prepared, job, missing, receive, **how)
+        with self.target.lent() as target:
+            job = ShardJob.of(self.reader, self.values, target)
+            distribute(executor, prepared, job, missing, receive, **how)
 
     def _foresee(self, shard: int) -> None:
         """Have a program for the last batch as well, which may be shorter than the others."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from .._ir.util import cached_property
 from ..errors import BadSource, PlanDiffers
@@ -59,8 +60,8 @@ class Target(Protocol):
         """True if what a worker says that it wrote is here."""
         ...
 
-    def bare(self) -> Target:
-        """The same without values, to be sent elsewhere."""
+    def lent(self) -> AbstractContextManager[Target]:
+        """The same without values, to be sent to workers, who may write to it until the block ends."""
         ...
 
     def finish(self, total: int, labels: Labels, accounts: Mapping[int, Account]) -> Features:
@@ -108,8 +109,9 @@ class Memory:
     def has(self, account: Account) -> bool:
         return True
 
-    def bare(self) -> Target:
-        return Memory(self.plan)
+    @contextmanager
+    def lent(self) -> Iterator[Target]:
+        yield Memory(self.plan)
 
     def finish(self, total: int, labels: Labels, accounts: Mapping[int, Account]) -> Features:
         arrays = self.arrays or {one.name: self._whole(one.name) for one in self.plan.arrays}
@@ -128,11 +130,12 @@ class FeatureFolder:
 
     path: Path
     plan: Plan
+    run: str | None = None  # in a worker: the extraction for which it works
 
     @cached_property
     def progress(self) -> Progress:
         """The account of what is done."""
-        return Progress.of(self.path)
+        return Progress.of(self.path, self.run)
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
@@ -199,8 +202,10 @@ class FeatureFolder:
         """All that is in the folder."""
         return [one.relative_to(self.path).as_posix() for one in self.path.rglob("*") if not one.is_dir()]
 
-    def bare(self) -> Target:
-        return self
+    @contextmanager
+    def lent(self) -> Iterator[Target]:
+        with self.progress.running() as run:
+            yield evolve(self, run=run)
 
     def has(self, account: Account) -> bool:
         """True if the files of a shard are there, as large as they should be."""
@@ -360,6 +365,7 @@ class NpyFolder(FeatureFolder):
     def write(self, shard: int, values: Mapping[str, Array], reruns: int) -> Account:
         rows = len(next(iter(values.values())))
         sums = {}
+        self.progress.require_current()
         with nothing_is_lost():
             for one in self.plan.arrays:
                 name = self._file(one).relative_to(self.path).as_posix()
@@ -371,6 +377,7 @@ class NpyFolder(FeatureFolder):
         data = np.ascontiguousarray(values, np.dtype(one.dtype).newbyteorder("<")).tobytes()
         begin = _npy_start(one) + first * one.row_bytes
         with open(self._file(one), "r+b") as file:
+            self.progress.require_current()
             file.seek(begin)
             file.write(data)
             file.flush()

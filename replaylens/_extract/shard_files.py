@@ -11,6 +11,7 @@ The progress lies beside the features, and not within, since other readers wonde
         plan.json                what was begun
         done/12.json             shard 12: its rows, and the digest of each of its files
         new/...                  what is being written
+        run-...                  an extraction whose workers write here
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ SAFE = "Nothing is lost: what is done is on the disk. Once there is room, run th
 TRIES = 3
 
 
+class Superseded(Exception):
+    """The extraction for which a worker writes is over; another one may be in its place."""
+
+
 @contextmanager
 def nothing_is_lost() -> Iterator[None]:
     """What to say of an error of the disk."""
@@ -54,10 +59,11 @@ class Progress:
     """The folder of an extraction that is under way."""
 
     folder: Path
+    run: str | None = None  # in a worker: the extraction for which it works
 
     @staticmethod
-    def of(target: Path) -> Progress:
-        return Progress(target.with_name(target.name + ".progress"))
+    def of(target: Path, run: str | None = None) -> Progress:
+        return Progress(target.with_name(target.name + ".progress"), run)
 
     @property
     def plan(self) -> Any:
@@ -80,10 +86,12 @@ class Progress:
         """Write files: all of them to the disk first, then each to its place."""
         with nothing_is_lost():
             for turn in range(TRIES):
+                self.require_current()
                 try:
                     self._put(files, is_synced)
                     break
                 except FileNotFoundError:  # another process has ended the same extraction, and cleared away
+                    self.require_current()
                     if turn + 1 == TRIES:
                         raise
                     self._make()
@@ -94,8 +102,10 @@ class Progress:
             for path, data in files.items():
                 made[path] = self.beside()
                 write_file(made[path], data, is_synced)
+            self.require_current()
             changed = {folder for path in files for folder in _make_folder(path.parent)}
             for path, beside in made.items():
+                self.require_current()
                 os.replace(beside, path)
         except BaseException:
             for beside in made.values():
@@ -137,14 +147,44 @@ class Progress:
         """A new name in the folder."""
         return self.folder / "new" / f"{_HOST}-{os.getpid()}-{secrets.token_hex(6)}"
 
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        """A block in which workers may write; they are given its name. A task that is still running after it, which no
+        executor can stop, writes nothing: what lies here then may be another extraction's.
+        """
+        run = secrets.token_hex(8)
+        write_file(self._of_run(run), b"", is_synced=False)
+        try:
+            yield run
+        finally:
+            with suppress(OSError):
+                self._of_run(run).unlink()
+
+    def require_current(self) -> None:
+        """Raise in a worker whose extraction is over. It is asked right before each file gets its name, so that what
+        remains is the time between two calls of the system.
+        """
+        if self.run is not None and not self._of_run(self.run).exists():
+            raise Superseded
+
+    def _of_run(self, run: str) -> Path:
+        return self.folder / f"run-{run}"
+
+    def _end_runs(self) -> None:
+        for path in self.folder.glob("run-*"):
+            with suppress(OSError):
+                path.unlink()
+
     def forget(self) -> None:
-        """No shard is done."""
+        """No shard is done, and nobody works for what was begun."""
+        self._end_runs()
         for shard in self.done():
             with suppress(FileNotFoundError):
                 (self.folder / "done" / f"{shard}.json").unlink()
 
     def remove(self) -> None:
         """Remove what is ours, the plan at the end, and the folder, if nothing else is in it."""
+        self._end_runs()
         for path, _, _ in self._unfinished():
             with suppress(OSError):
                 remove(path)

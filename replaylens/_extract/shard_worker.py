@@ -2,7 +2,8 @@
 
 In, here: the data, the programs, the wish, and where shards go. In, there: the same, from a job; and numbers of shards.
 Out, there: what is said of a shard that was written, or its arrays. None for a shard that only the model can make: it
-has a batch of a shape that was not foreseen, or one that leaves the recorded path.
+has a batch of a shape that was not foreseen, or one that leaves the recorded path. None and no file, too, for one of an
+extraction that is over.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..errors import BadSource
 from .batch_reader import BatchReader
 from .feature_folder import Account, Array, Memory, Target
 from .layer_values import LayerValues, Left, Route, Wish
+from .shard_files import Superseded
 from .shards import Shard, ShardBuilder, values_of
 
 
@@ -36,10 +38,10 @@ class ShardJob:
 
     @staticmethod
     def of(reader: BatchReader, values: LayerValues, target: Target) -> ShardJob:
-        """What is sent. Of a program that is cut the whole is needed for gradients alone."""
+        """What is sent; the target is lent. Of a program that is cut the whole is needed for gradients alone."""
         has_grads = "grad" in values.wish.what
         routes = [(key, route if has_grads else evolve(route, whole=None)) for key, route in values.routes.items()]
-        return ShardJob(reader.again(), values.wish, tuple(routes), target.bare(), values.seeds)
+        return ShardJob(reader.again(), values.wish, tuple(routes), target, values.seeds)
 
 
 @frozen(eq=False)
@@ -58,7 +60,7 @@ def prepared(job: ShardJob) -> Callable[[int], ShardAnswer | None]:
         with modes(job.context):
             try:
                 return _answer(job, _shard(job, values, number))
-            except Left:
+            except (Left, Superseded):
                 return None
 
     return work
