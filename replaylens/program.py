@@ -685,7 +685,7 @@ class Program(ProgramBase):
         """The record from some layers to others."""
         if start is None and end is None:
             return self._record
-        made = editing.slice_record(self._record, self._names.starts(start), self._names.outputs(end))[0]
+        made = editing.slice_record(self._record, self._names.starts(start), self._names.outputs(end), repeats=True)[0]
         fixed = {node.name for node in made.graph.const_nodes} - {node.name for node in self.graph.const_nodes}
         if beside := next((ref for ref in made.graph.output_refs if ref.node in fixed), None):
             begun = ", ".join([str(getattr(one, "label", one)) for one in as_list(start)])

@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 
 from .._ir.graph import Graph
 from .._ir.label import name_beside, unused_name
-from .._ir.node import Call, Const, Guard, Input, Node, Ref, refs_in, refs_of, specs_of
+from .._ir.node import Call, Const, Guard, Input, Node, Ref, State, refs_in, refs_of, specs_of
 from .._ir.ops import Quirk, op_info_of_kind
 from .._ir.trees import Branch, map_leaves
 from .._ir.validate import require_lawful
@@ -30,16 +30,21 @@ class Slice:
     values: dict[Ref, Ref]
 
 
-def slice_of(graph: Graph, starts: Sequence[Any] | None, output: Any) -> Slice:
-    """The slice from these values, or from the inputs, to a tree of values."""
-    return _Slicing(graph, starts, output).made()
+def slice_of(graph: Graph, starts: Sequence[Any] | None, output: Any, repeats: bool = False) -> Slice:
+    """The slice from these values, or from the inputs, to a tree of values. One that `repeats` leaves the model's state
+    as its next run needs it: it does what the model does until its return if it gives the output of the model, and
+    otherwise what writes the state that it reads.
+    """
+    return _Slicing(graph, starts, output, repeats).made()
 
 
 class _Slicing:
     """Which nodes a slice needs, which values become constants, and their names."""
 
-    def __init__(self, graph: Graph, starts: Sequence[Any] | None, output: Any) -> None:
+    def __init__(self, graph: Graph, starts: Sequence[Any] | None, output: Any, repeats: bool) -> None:
         self.graph, self.starts, self.output = graph, starts, output
+        given = set(refs_in(output))
+        self.is_to_end = output == graph.output or (repeats and bool(given) and given.issuperset(graph.output_refs))
         inputs = [Ref(node.name) for node in graph.input_nodes]
         self.starts_once = tuple(dict.fromkeys(inputs if starts is None else refs_in(tuple(starts))))
         self._require_unwritten()
@@ -50,7 +55,18 @@ class _Slicing:
         self._take(refs_in(output))
         self._require_reached()
         self._require_whole_gradients()
+        if repeats and self._draws_as_the_whole:
+            self._take([ref for position in graph.drawn.values() for ref in refs_of(graph.nodes[position])])
         last = self._last()
+        self._settle(last)
+        while repeats and (late := self._written_late(last)):
+            last = max(graph.positions[ref.node] for ref in late)
+            self._take(late)
+            self._settle(last)
+
+    def _settle(self, last: int) -> None:
+        """Takes what is asked, written and copied up to a position."""
+        graph = self.graph
         self.guards = [g for g in graph.guards if g.position <= last and self._can_change(g)]
         self.asked = [g for g in graph.asked if g.position <= last and (not g.refs or self._can_change(g))]
         self.changes = self._writes(last)
@@ -59,6 +75,28 @@ class _Slicing:
         self.guards += [g for g in there if all(ref.node in self.nodes for ref in g.refs)]
         self._take([ref for _, ref in self.changes])
         self._take([ref for ref in graph.written if ref in self.dependents and self._is_copy(ref, last)])
+
+    def _written_late(self, last: int) -> list[Ref]:
+        """What the model writes behind a position to the state that the slice reads: the next run would read it."""
+        graph, written = self.graph, {address for address, _ in self.changes}
+        read = {
+            address
+            for node in map(graph.__getitem__, self.nodes)
+            if isinstance(node, State)
+            for address in (node.address, *node.aliases)
+        }
+        missing = [(address, ref) for address, ref in graph.changes if address in read - written]
+        for address, ref in missing:
+            if graph.positions[ref.node] <= last or (ref not in self.dependents and ref.node in self.of_inputs):
+                raise BadEdit(
+                    f"the model writes `{address}`, which a module from here reads, with {ref}, which is computed "
+                    "beside or before its beginning: it would read the same in each call.\nBegin at the model's inputs."
+                )
+        return [ref for _, ref in missing]
+
+    @property
+    def _draws_as_the_whole(self) -> bool:
+        return self.is_to_end and self.starts is None
 
     def made(self) -> Slice:
         """The slice."""
@@ -87,7 +125,7 @@ class _Slicing:
             else frozenset([refs[ref] for ref in self.starts_once]),
             orphans=graph.orphans & {node.name for node in nodes},
             shares_inputs=graph.shares_inputs and starts is None,
-            left=graph.left if starts is None and self.output == graph.output else None,
+            left=graph.left if self._draws_as_the_whole else None,
         )
         values = {ref: ref for node in made.nodes for ref in refs_of(node)} | {new: old for old, new in refs.items()}
         return Slice(require_lawful(made), values)
@@ -182,7 +220,7 @@ class _Slicing:
     def _last(self) -> int:
         """The position of the last node that the output needs; the end, if it is the program's own output."""
         graph = self.graph
-        return len(graph) if self.output == graph.output else max((graph.positions[n] for n in self.nodes), default=-1)
+        return len(graph) if self.is_to_end else max((graph.positions[n] for n in self.nodes), default=-1)
 
     def _writes(self, last: int) -> tuple[tuple[str, Ref], ...]:
         """The writes to state within the slice."""

@@ -273,9 +273,9 @@ def tap(record: Record, sender: tuple[Ref, ...], readers: Sequence[str]) -> tupl
     return (*apply_edit(record, graph), names)
 
 
-def slice_record(record: Record, starts: Sequence[Any] | None, output: Any) -> DerivedRecord:
-    """The record of a slice of the program. Nothing runs: its values are those of the whole."""
-    made = slice_of(record.graph, starts, output)
+def slice_record(record: Record, starts: Sequence[Any] | None, output: Any, repeats: bool = False) -> DerivedRecord:
+    """The record of a slice of the program. Nothing runs: its values are those of the whole. `repeats`: as a module."""
+    made = slice_of(record.graph, starts, output, repeats)
     sources = [Ref(node.name) for node in made.graph.nodes if not isinstance(node, Call)]
     record = with_values(record, [made.values[ref] for ref in sources])
     values = {new: record.values[old] for new, old in made.values.items() if old in record.values}
