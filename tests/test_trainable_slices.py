@@ -819,3 +819,33 @@ def test_a_module_whose_state_is_written_beside_its_beginning_is_refused():
     with pytest.raises(rl.BadEdit, match=r"the model writes `total`, .*\n.*Begin at the model's inputs"):
         prog.module(inputs="fc")
     assert prog.module(outputs="fc")(torch.ones(3, 4)).shape == (3, 4)
+
+
+class Scaled(nn.Module):
+    """Scales gradients by hooks on what its layers return."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.a(x)
+        h.register_hook(lambda grad: grad * 0.1)
+        h.register_hook(torch.sin)
+        return self.b(h)
+
+
+@pytest.mark.parametrize("outputs", [["a", "output"], ["a.1", "b"], ["a"], ["output"]])
+def test_gradients_that_arrive_at_a_returned_layer_pass_the_hooks_of_the_forward(outputs):
+    torch.manual_seed(0)
+    model = Scaled()
+    module, twin = rl.capture(model, torch.randn(2, 4)).module(outputs=outputs), copy.deepcopy(model)
+    for size in SIZES:
+        x, grads = torch.randn(size, 4), []
+        theirs = copy.deepcopy(twin)
+        found = hooked(theirs, [name for name in outputs if name != "output"], x)
+        for one, values in ((model, module(x)), (theirs, [found.get(n, found["out"]) for n in outputs])):
+            model.zero_grad()
+            sum((value * (n + 1)).sum() for n, value in enumerate(values)).backward()
+            grads.append([p.grad for p in one.parameters()])
+        assert_same(*grads)

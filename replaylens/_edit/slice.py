@@ -12,10 +12,12 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from .._ir.autograd import with_gradient_hook
 from .._ir.graph import Graph
 from .._ir.label import name_beside, unused_name
 from .._ir.node import Call, Const, Guard, Input, Node, Ref, State, refs_in, refs_of, specs_of
 from .._ir.ops import Quirk, op_info_of_kind
+from .._ir.runtime import alias
 from .._ir.trees import Branch, map_leaves
 from .._ir.validate import require_lawful
 from ..errors import BadEdit
@@ -42,6 +44,8 @@ class _Slicing:
     """Which nodes a slice needs, which values become constants, and their names."""
 
     def __init__(self, graph: Graph, starts: Sequence[Any] | None, output: Any, repeats: bool) -> None:
+        if repeats:
+            output = map_leaves(output, lambda leaf: _hooked(graph, leaf) if type(leaf) is Ref else leaf)
         self.graph, self.starts, self.output = graph, starts, output
         given = set(refs_in(output))
         self.is_to_end = output == graph.output or (repeats and bool(given) and given.issuperset(graph.output_refs))
@@ -265,3 +269,14 @@ class _Slicing:
 
 def _is_differentiated(node: Node) -> bool:
     return isinstance(node, Call) and node.is_differentiated
+
+
+def _hooked(graph: Graph, ref: Ref) -> Ref:
+    """The value behind the hooks that the forward registers on it: gradients that arrive at it pass these."""
+    found, same = ref, {ref}
+    for call in graph.calls:
+        function = call.target.function
+        if function in (with_gradient_hook, alias) and call.args[0] in same:
+            same.add(Ref(call.name))
+            found = Ref(call.name) if function is with_gradient_hook else found
+    return found

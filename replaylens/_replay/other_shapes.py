@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from numbers import Real
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -150,7 +151,27 @@ def _same_but_numbers(one: Any, other: Any) -> bool:
     if is_array(type(one)):  # type: ignore[arg-type]
         kinds = [(array.dtype, array.ndim) for array in (one, other) if type(array).__module__ == "numpy"]
         return fingerprint(one) == fingerprint(other) or (len(kinds) == 2 and kinds[0] == kinds[1])
+    if type(one) is FunctionType:
+        return one is other or _same_function(one, other)
     return _is_number(one) or same(one, other)
+
+
+def _same_function(one: FunctionType, other: FunctionType) -> bool:
+    """True for functions that one line of code made, such as a lambda in a forward, around things that are the same."""
+    if one.__code__ is not other.__code__ or one.__globals__ is not other.__globals__:
+        return False
+    around = [
+        (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values(), *[_content(cell) for cell in f.__closure__ or ()])
+        for f in (one, other)
+    ]
+    return _same_but_numbers(*around)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # still empty
+        return None
 
 
 def _is_number(leaf: Any) -> bool:
