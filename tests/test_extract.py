@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens.errors import BadPart, BadSource, InputMismatch, NoSuchLayer, PlanDiffers
+from replaylens.errors import BadFile, BadPart, BadSource, InputMismatch, NoSuchLayer, PlanDiffers
 
 
 @pytest.fixture(autouse=True)
@@ -811,6 +811,25 @@ def test_a_stream_that_ends_before_what_is_done_is_refused(tmp_path):
     }
     features = rl.extract(model, stream(40), NAMES, to=folder, shard_bytes=2000)
     assert same(features, by_hooks(model, x.split(4), NAMES)) and features.rows == 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_total", [True, False])
+def test_a_bit_that_flipped_is_found(has_total, kind, tmp_path):
+    folder, data = tmp_path / kind, torch.utils.data.TensorDataset(images(23), torch.arange(23))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    features = rl.extract(
+        cnn(), loader if has_total else iter(loader), NAMES, to=folder, shard_bytes=2000, labels={"x": range(23)}
+    )
+    features.verify()
+    for path in folder.rglob("*"):
+        if path.is_file() and ("/c/" in str(path) or path.suffix == ".npy") and not {"x", "x.npy"} & {*path.parts}:
+            whole = path.read_bytes()
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 64]))
+            with pytest.raises(BadFile, match="not those that were written"):
+                features.verify()
+            path.write_bytes(whole)
+    features.verify()
 
 
 def test_two_processes_on_one_folder_do_no_harm(tmp_path):

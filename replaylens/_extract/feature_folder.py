@@ -22,6 +22,7 @@ from .extraction_plan import ArrayPlan, Plan, differences
 from .features import Features
 from .numpy_later import np
 from .shard_files import Progress, nothing_is_lost, read_json, remove, sync_folder
+from .verification import digest_of
 from .zarr_layout import (
     FORMAT,
     ROWS,
@@ -218,7 +219,7 @@ class FeatureFolder:
 
     def finish(self, total: int, labels: Labels, accounts: Mapping[int, Account]) -> Features:
         """Say that all is there."""
-        every = hashlib.sha256(json_text([accounts[shard]["files"] for shard in sorted(accounts)]).encode()).hexdigest()
+        every = digest_of(accounts[shard]["files"] for shard in sorted(accounts))
         reruns = sum(one["reruns"] for one in accounts.values())
         said = attributes_of(self.plan, labels, total, complete=True, reruns=reruns, digest=every)
         self.complete(total, labels, said)

@@ -23,6 +23,7 @@ from ..errors import BadFeatures, BadFile, NoSuchLayer
 from .handover import as_dataset, as_frame, as_matrix, as_rdms, as_xarray
 from .lazy_array import Array, ChunkFiles, LazyArray
 from .numpy_later import np
+from .verification import require_as_written
 from .zarr_layout import FORMAT, ArrayLayout, dimension_names, folder_name, read_array_document, read_text_bytes
 
 
@@ -75,6 +76,11 @@ class Features(Mapping[str, LazyArray]):
     def is_complete(self) -> bool:
         """True if no row is missing."""
         return bool(self.attributes.get("complete", True))
+
+    def verify(self) -> None:
+        """Read all files of complete features, and raise unless they are those that were written."""
+        if self.path is not None:
+            require_as_written(Path(self.path), self.attributes)
 
     def __getitem__(self, name: str) -> LazyArray:
         if name in self.arrays:
