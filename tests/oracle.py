@@ -137,6 +137,11 @@ def surroundings() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "dispatch keys": (
+            str(torch._C._dispatch_tls_local_include_set()),
+            str(torch._C._dispatch_tls_local_exclude_set()),
+        ),
+        "inference guard": torch._C._InferenceMode.__module__,
         "functorch": torch._C._functorch.peek_interpreter_stack() is None,
         "torch's functions": [
             id(f) for f in (torch.relu, torch.conv2d, Tensor.add_, Tensor.__setitem__, nn.functional.linear)

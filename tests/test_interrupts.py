@@ -164,6 +164,7 @@ def surroundings() -> dict[str, Any]:
         "module entry": (nn.Module.__call__ is scopes._module_call, nn.Module.__call__.__code__ is MODULE_CALL),
         "function entry": "apply" in vars(scopes.SingleLevelFunction),
         "exchange": torch._C._swap_tensor_impl is scopes.swap_of_tensors,
+        "inference guard": torch._C._InferenceMode is scopes.inference_guard,
         "way to modes": nn.functional.handle_torch_function is torch.overrides.handle_torch_function,
         "listeners": dict(scopes._listeners),
         "collector": (collecting.is_frozen(), gc.get_threshold(), dict(origins._running)),

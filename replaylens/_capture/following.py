@@ -376,6 +376,9 @@ class FollowingTracer(MemorySavingTracer):
         self.dropper.look()
         return out
 
+    def keys_noted(self) -> None:
+        """Does nothing: no dispatch mode is on."""
+
     def swapped(self) -> None:
         self.go_blind("`torch.utils.swap_tensors` exchanged two tensors.")
 

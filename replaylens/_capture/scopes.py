@@ -12,6 +12,8 @@ on; they are put back when the last capture ends.
   Swish.apply`) comes by too. From torch 2.14 on such an `apply` is bound to C, and all that is seen of it is that it
   asks its class for the backward.
 * `torch.utils.swap_tensors`, which no function mode sees, and the entries to other threads (threads.py).
+* `torch.inference_mode`, which no function mode sees either. At its end torch puts the dispatch keys back that were on
+  at its beginning, so that a dispatch mode of ours must not begin within and end outside, nor the reverse.
 * the way from Python-written torch functions (`F.relu`) to a function mode, which in torch costs more than the call.
 """
 
@@ -39,10 +41,13 @@ from .._ir.torch_private import (
     compiler_if_loaded,
     count_function_modes,
     function_mode_at,
+    inference_guard,
     pop_function_mode,
     push_function_mode,
+    set_inference_guard,
     set_swap_of_tensors,
     set_way_to_modes,
+    settle_dispatch_keys,
     swap_of_tensors,
 )
 from . import threads
@@ -62,6 +67,8 @@ class Listener(Protocol):
     def function_unseen(self, kind: type) -> None: ...
 
     def swapped(self) -> None: ...
+
+    def keys_noted(self) -> None: ...
 
 
 _listeners: dict[int, list[Listener]] = {}  # of each thread, the innermost last
@@ -153,6 +160,31 @@ def _traced_swap(one: Any, other: Any) -> None:
         stack[-1].swapped()
 
 
+class _TracedInference:
+    """`torch._C._InferenceMode`, of which the capture knows before it begins, which is when it is made, and ends."""
+
+    def __init__(self, mode: bool = True) -> None:
+        _note_keys()
+        self.guard = inference_guard(mode)
+
+    def __enter__(self) -> None:
+        _note_keys()
+        self.guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            _note_keys()
+        finally:
+            self.guard.__exit__(*error)
+            settle_dispatch_keys()  # the model may end it in another place than where it began
+
+
+def _note_keys() -> None:
+    stack = _listeners.get(get_ident())
+    if stack:
+        stack[-1].keys_noted()
+
+
 def _traced_function(function: Any, relevant: Any, *args: Any, **kwargs: Any) -> Any:
     """`handle_torch_function` where the capture's mode is the innermost one, in a third of the time."""
     stack, number = _listeners.get(get_ident()), count_function_modes()
@@ -220,6 +252,8 @@ def _put_in() -> None:
         FunctionMeta.__getattribute__ = _traced_question  # type: ignore[method-assign]
     if swap_of_tensors is not None:
         set_swap_of_tensors(_traced_swap)
+    if inference_guard is not None:
+        set_inference_guard(_TracedInference)
     set_way_to_modes(_traced_function)
     threads.put_in()
 
@@ -267,6 +301,8 @@ def _take_out() -> None:
         del FunctionMeta.__getattribute__
     if swap_of_tensors is not None:
         set_swap_of_tensors(swap_of_tensors)
+    if inference_guard is not None:
+        set_inference_guard(inference_guard)
     set_way_to_modes(handle_torch_function)
     threads.take_out()
 

@@ -48,6 +48,7 @@ from .._ir.torch_private import (
     pop_function_mode,
     push_function_mode,
     top_saving_hooks,
+    unpack_dual,
     unwrapped,
     without_function_modes,
 )
@@ -563,11 +564,7 @@ class Tracer(Recorder):
 
     def _in_functorch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Inside a functorch transform the ATen calls that come out beneath it are the operations."""
-        if not self.functorch:
-            self.functorch = self.is_special = True
-            if self.watch is None:
-                self.watch = AtenWatch(self)
-                self.watch.__enter__()
+        self._enter_functorch()
         if func is torch.Tensor.contiguous and (plain := _beneath(args[0])).is_contiguous(*args[1:], **(kwargs or {})):
             self.ask("layout", func, (plain, *args[1:]), kwargs, SAME_TENSOR)  # it makes no ATen call
         self.differentiating = _is_differentiating()
@@ -586,6 +583,22 @@ class Tracer(Recorder):
                 if tensor.dim() <= 2 and not is_wrapped(tensor):
                     self.ask("flags", _requires_grad, (tensor,), {}, tensor.requires_grad)
 
+    def _enter_functorch(self) -> None:
+        if not self.functorch:
+            self.functorch = self.is_special = True
+            if self.watch is None:
+                self.watch = AtenWatch(self)
+                self.watch.__enter__()
+
+    def keys_noted(self) -> None:
+        """Torch is about to note its dispatch keys, or to put back those that it noted: the watch of a transform that
+        runs is on by now, and that of one that has ended is off.
+        """
+        if _peek() is not None or forward_ad._current_level >= 0:
+            self._enter_functorch()
+        elif self.functorch and (self.watch is None or not self.watch.handling):
+            self.leave_functorch()
+
     def leave_functorch(self) -> None:
         self.functorch = self.differentiating = False
         if self.watch is not None and not self.deep:
@@ -597,12 +610,23 @@ class Tracer(Recorder):
         rule = _rules.get(func) or self._learn(func)
         if rule.how is Handling.PASS:
             return func(*args, **kwargs)
+        if func is unpack_dual and args[0].is_inference() and not _inference():
+            raise self._refuse_inference_dual()
         self.in_aten = True
         try:
             with self.beneath_leaf():
                 return self._call(rule, func, args, kwargs)
         finally:
             self.in_aten = False
+
+    def _refuse_inference_dual(self) -> ReplaylensError:
+        refusal = self.refusal_here(
+            "a forward-mode gradient (`jvp`, `jacfwd`) ends in a tensor that was made in inference mode, which torch "
+            "does not unpack beneath a dispatch mode, by which the gradient is seen.",
+            "Use `torch.no_grad()` in the function that is differentiated.",
+        )
+        self.refused = self.refused or refusal  # the model may swallow it
+        return refusal
 
     # -- modules and custom functions ----------------------------------------------------------------------------
 

@@ -183,6 +183,16 @@ seed_tracker = _name(
 swap_of_tensors = _name(
     "torch._C._swap_tensor_impl", "`torch.utils.swap_tensors` in a forward is refused", "it is not seen"
 )
+inference_guard = _name(
+    "torch._C._InferenceMode",
+    "`torch.inference_mode` in a forward that uses torch.func",
+    "dispatch keys may stay on after such a forward",
+)
+unpack_dual = _name(
+    "torch.ops.aten._unpack_dual.default",
+    "a forward-mode gradient that torch cannot give beneath a dispatch mode is refused",
+    "torch's own error, of an internal assertion",
+)
 hooks_of_all_modules = tuple(
     _name(f"torch.nn.modules.module._global_backward_{which}", "are there hooks on every module?", "none are seen", {})
     for which in ("hooks", "pre_hooks")
@@ -196,6 +206,11 @@ OPERATOR_PLACES = tuple(
 def set_swap_of_tensors(swap: Any) -> None:
     """Replace the function that exchanges two tensors: `torch.utils.swap_tensors` looks it up at each call."""
     torch._C._swap_tensor_impl = swap
+
+
+def set_inference_guard(guard: Any) -> None:
+    """Replace the class of what holds an inference mode: `torch.inference_mode` looks it up each time it begins."""
+    torch._C._InferenceMode = guard  # type: ignore[misc]
 
 
 # Where torch's Python functions (`F.relu`, `torch.norm`, `Tensor.split`) look up the way to a function mode.
@@ -268,6 +283,12 @@ if not TYPE_CHECKING:
     DataDependentOutputException = _name(_FAKE + "DataDependentOutputException", "the same: what has no answer there")
     DynamicOutputShapeException = _name(_FAKE + "DynamicOutputShapeException", "the same")
     unset_fake_temporarily = _name(_FAKE + "unset_fake_temporarily", "the same: what is computed all the same")
+
+
+def settle_dispatch_keys() -> None:
+    """Turn the dispatch keys of modes on if this thread has a dispatch mode, and off if it has none."""
+    with TorchDispatchMode(), without_any_modes():  # torch turns them at the first one and at the last
+        pass
 
 
 def module_of_operator(operator: Any) -> str | None:

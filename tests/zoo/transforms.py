@@ -99,3 +99,28 @@ def ensemble_by_stacked_state(m, x):
     params, buffers = torch.func.stack_module_state(list(m.crowd))
     shell = copy.deepcopy(m.crowd[0]).to("meta")
     return vmap(lambda p, b: functional_call(shell, (p, b), (m.fc(x),)))(params, buffers)
+
+
+@small
+def vmap_and_then_inference_mode(m, x):
+    y = vmap(torch.sin)(m.fc(x))
+    with torch.inference_mode():
+        y = y.cos()
+    return y.clone() + m.fc(x)
+
+
+@small
+def vmap_in_inference_mode_and_again_outside(m, x):
+    with torch.inference_mode():
+        y = vmap(torch.sin)(m.fc(x))
+    return vmap(torch.cos)(y.clone() + m.fc(x))
+
+
+@small
+def vmap_with_inference_mode_inside(m, x):
+    def row(t):
+        with torch.inference_mode():
+            s = t.sin()
+        return s.clone() * t
+
+    return vmap(row)(x.detach()) + m.fc(x)

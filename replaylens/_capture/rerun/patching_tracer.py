@@ -735,6 +735,9 @@ class _PatchListener:
     def swapped(self) -> None:
         """Does nothing."""
 
+    def keys_noted(self) -> None:
+        """Does nothing."""
+
 
 def _is_trainable_leaf(tensor: torch.Tensor) -> bool:
     """True for a leaf that collects gradients, which only a write outside autograd can change."""
