@@ -849,3 +849,53 @@ def test_gradients_that_arrive_at_a_returned_layer_pass_the_hooks_of_the_forward
             sum((value * (n + 1)).sum() for n, value in enumerate(values)).backward()
             grads.append([p.grad for p in one.parameters()])
         assert_same(*grads)
+
+
+def test_an_odd_first_call_at_a_size_leaves_nothing_behind_for_later_ones(net):
+    net.eval()
+    prog = rl.capture(net, pictures(2))
+
+    def labelled(module, x):
+        x.label = "cat"
+        with pytest.raises(rl.InputMismatch, match="other Python attributes"):
+            module(x)
+
+    def marked(module, x):
+        torch._dynamo.mark_dynamic(x, 0)
+        assert_same(module(x), net(x))
+
+    def hooks_around(module, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.double(), lambda tensor: tensor.float()):
+            module(x).sum().backward()
+
+    for odd in (labelled, marked, hooks_around):
+        module = prog.module()
+        for size in (2, 3, 5):
+            odd(module, pictures(size))
+            for _ in range(2):
+                assert_gradients_agree(module, net, pictures(size, 1))
+
+
+def assert_gradients_agree(module, model, x):
+    grads = []
+    for forward in (module, model):
+        model.zero_grad()
+        forward(x).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert_same(*grads)
+
+
+def test_gradients_that_the_models_own_hooks_change_are_refused_at_each_size():
+    class Packs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 2, lambda tensor: tensor):
+                return self.fc(x).sigmoid()
+
+    module = rl.capture(Packs(), torch.ones(2, 4)).module()
+    for size in (2, 3, 2, 3):
+        with torch.autograd.graph.save_on_cpu(), pytest.raises(rl.NotDifferentiable, match="saved_tensors_hooks"):
+            module(torch.ones(size, 4))

@@ -274,6 +274,11 @@ def without_recomputation() -> AbstractContextManager[Any]:
     return _saving_without_hooks() if has_checkpoint_hooks() else _UNCHANGED
 
 
+def without_hooks_around() -> AbstractContextManager[Any]:
+    """While the model runs for a program that outlives the hooks that the caller has on what autograd saves."""
+    return _saving_without_hooks() if _hooks(False) is not None else _UNCHANGED
+
+
 def has_checkpoint_hooks() -> bool:
     """True if a checkpoint keeps autograd from saving tensors."""
     hooks = _hooks(False)

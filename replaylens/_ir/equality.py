@@ -22,6 +22,7 @@ from .trees import fingerprint
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_NOTES_OF_COMPILERS = ("_dynamo_", "_specialize_on", "_has_dynamo_dim_marking")
 _FEW = 8  # along each axis of a tensor that is not small: what differs mostly does so there
 _SMALL = 4096  # elements
 
@@ -85,9 +86,11 @@ def as_dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def python_attributes(tensor: torch.Tensor) -> str | None:
-    """What Python code has set on a tensor, as text that differs where it does. Tensors in it enter by content."""
-    own = vars(tensor)
-    return _shown({key: own[key] for key in sorted(own)}) if own else None
+    """What Python code has set on a tensor, as text that differs where it does. Tensors in it enter by content. What
+    torch.compile notes there does not count.
+    """
+    own = [key for key in sorted(vars(tensor)) if not key.startswith(_NOTES_OF_COMPILERS)] if vars(tensor) else []
+    return _shown({key: vars(tensor)[key] for key in own}) if own else None
 
 
 def _shown(value: Any) -> str:

@@ -40,6 +40,7 @@ from .guards import Departure
 
 CAPTURE_AGAIN = "A program has the shapes of one forward pass. Give the recorded shape and dtype, or capture again."
 ONE_STRUCTURE = "A program holds for one structure of inputs. Give the same structure, or capture again."
+OTHER_ATTRIBUTES = "has other Python attributes than the tensor had with which the program was recorded."
 SHARED = (
     "when this program was recorded, an input shared its memory with another input or with a buffer, and was written. "
     "Other inputs do not share it in this way: capture again with them."
@@ -99,6 +100,22 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held
         mismatches.extend(_sharing_mismatches(graph, found, held))
     positions = {graph.positions[name]: tensor for name, tensor in found.items()}
     return GivenInputs(positions, tuple(mismatches), (tuple(args), dict(kwargs)))
+
+
+def other_attributes(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The first new input whose Python attributes differ from the recorded ones; empty if none does."""
+    new: dict[Any, Any] = dict(walk(freeze_deep((tuple(args), dict(kwargs)), lambda tensor: tensor), named_items))
+    then = dict(graph.literals)
+    for path, ref in walk(graph.inputs, named_items):
+        tensor = new.get(path)
+        if (
+            isinstance(ref, Ref)
+            and isinstance(tensor, torch.Tensor)
+            and type(tensor) in PLAIN
+            and python_attributes(tensor) != then.get(path)
+        ):
+            return f"the input at {_path_text(path)} {OTHER_ATTRIBUTES}"
+    return ""
 
 
 def copied_outside_inference(graph: Graph, value: Any) -> Any:
@@ -291,7 +308,7 @@ def _tensor_mismatch(
     if (mismatch := _spec_mismatch(what, node.spec, tensor)) is not None:
         return mismatch
     if type(tensor) in PLAIN and (own := python_attributes(tensor)) != attributes_then:
-        text = f"{what} has other Python attributes than the tensor had with which the program was recorded."
+        text = f"{what} {OTHER_ATTRIBUTES}"
         return _mismatch(f"the Python attributes of {what}", attributes_then, own, text, can_follow=True)
     before = found.setdefault(name, tensor)
     if before is not tensor:

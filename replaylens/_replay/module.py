@@ -25,7 +25,7 @@ from .._ir.torch_private import left_by_compilers, peek_interpreter_stack, pytre
 from .._ir.trees import thaw_shared
 from ..errors import InputMismatch, ReplaylensError, StaleValue
 from .guards import diverged_error
-from .inputs import copied_outside_inference
+from .inputs import copied_outside_inference, other_attributes
 from .move import InitialStateLayout, addresses_given_memory
 from .other_shapes import Shapes, difference, difference_beside_sizes, fixed_sizes, recorded_shapes, shapes_of
 from .record import Record
@@ -198,6 +198,8 @@ class ProgramModule(StateHolder):
                 raise InputMismatch(mismatch)
             if self._capture_at is None:
                 raise InputMismatch(f"{mismatch}\n{NO_MODEL}")
+            if attributes := other_attributes(graph, args, kwargs):
+                raise InputMismatch(attributes)
             text = mismatch.partition("\n")[0]
             if len(self._elsewhere) >= MOST_SHAPES:
                 self._elsewhere.pop(next(iter(self._elsewhere)))

@@ -36,6 +36,7 @@ from ..._replay.record import Record, detached
 from ..._replay.request import Request
 from ..._replay.supply import Run, supply
 from ...errors import DivergedReplay, NotDifferentiable, StaleValue
+from ..autograd_effects import without_hooks_around
 from ..capture import (
     Captured,
     TraceRequest,
@@ -119,8 +120,10 @@ def capture_on_other_inputs(start: ForwardState, graph: Graph, args: tuple[Any, 
         now = evolve(start, snapshot=start.snapshot.holding(Provenance(start.model).modules))
         return _run(turn, now, args, kwargs, setup, inputs_are_new=True)[0]
 
-    with recorded_environment(True, graph), modes(graph.outer_modes):
-        return record_of(with_model_to_itself(start.model, _capture_on_other_inputs))
+    with without_hooks_around(), recorded_environment(True, graph), modes(graph.outer_modes):
+        made = record_of(with_model_to_itself(start.model, _capture_on_other_inputs))
+    known = tuple(dict.fromkeys((*graph.forward_only, *made.graph.forward_only)))  # without hooks some are not seen
+    return evolve(made, graph=evolve(made.graph, forward_only=known))
 
 
 def next_forward_difference(start: ForwardState, record: Record, in_all: bool = False) -> str:
