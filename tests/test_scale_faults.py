@@ -4,12 +4,30 @@ are others in the workers. Numbers are those of one process, or there is an erro
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
 import pytest
 import torch
+from chaos_executor import CALM, World
 from internals import same
 
 import replaylens as rl
 from replaylens._scale.job_file import read_job
+from replaylens.errors import PlanDiffers
+
+
+def calm():
+    return World(0, kinds=CALM).make()
+
+
+def program():
+    torch.manual_seed(0)
+    return rl.capture(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU()), torch.randn(5, 3))
+
+
+def scales(count=4):
+    return {n: {"0": rl.Scale(float(n))} for n in range(count)}
 
 
 def linear(seed):
@@ -43,3 +61,108 @@ def test_a_task_that_outlives_its_extraction_writes_nothing(kind, tmp_path):
     assert holding.late() is None
     assert same(rl.Features.open(to)["linear_1"][:], wanted)
     assert [one.name for one in tmp_path.iterdir()] == [to.name]
+
+
+# -- functions that keep state -----------------------------------------------------------------------------------------
+
+
+def counting():
+    count = [0]
+
+    def metric(output):
+        count[0] += 1
+        return output.sum().item() + count[0]
+
+    return metric
+
+
+def counting_by_default():
+    def metric(output, seen={}):  # noqa: B006
+        seen["calls"] = seen.get("calls", 0) + 1
+        return output.sum().item() + seen["calls"]
+
+    return metric
+
+
+def drawing():
+    draws = torch.Generator().manual_seed(0)
+    return lambda output: output.sum().item() + torch.rand((), generator=draws).item()
+
+
+def drawing_in_python():
+    return partial(lambda draws, output: output.sum().item() + draws.random(), random.Random(0))
+
+
+def learning():
+    norm = torch.nn.BatchNorm1d(4)
+    return lambda output: norm(output).sum().item() + norm.running_mean.sum().item()
+
+
+CALLS = 0
+
+
+def counted_in_its_module(output):
+    global CALLS
+    CALLS += 1
+    return output.sum().item() + CALLS
+
+
+KEEPERS = [counting, counting_by_default, drawing, drawing_in_python, learning, lambda: counted_in_its_module]
+
+
+@pytest.mark.parametrize("make", KEEPERS)
+def test_a_function_that_keeps_state_is_refused_whatever_worker_does_its_tasks(make):
+    with pytest.raises(PlanDiffers, match="keeps state from one call to the next, in `"):
+        rl.sweep(program(), variants=scales(), metric=make(), memory=100, executor=calm())
+
+
+def test_a_patch_a_reduction_and_data_that_keep_state_are_refused():
+    count, draws = [0], torch.Generator().manual_seed(0)
+
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, row):
+            return torch.randn(3, generator=draws_of_data)
+
+    def patch(value):
+        count[0] += 1
+        return value * count[0]
+
+    draws_of_data = torch.Generator().manual_seed(1)
+    noisy = Noisy()
+    noisy.draws = draws_of_data
+    how = {"layers": ["linear_1"], "batch_size": 4, "shard_bytes": 64, "executor": calm()}
+    with pytest.raises(PlanDiffers, match=r"patch` keeps state .* `count\[0\]`"):
+        rl.sweep(program(), variants={n: {"0": patch} for n in range(3)}, metric=torch.sum, executor=calm())
+    reduce = {"linear_1": lambda value: value + torch.randn(value.shape, generator=draws)}
+    with pytest.raises(PlanDiffers, match="keeps state"):
+        rl.extract(linear(0), torch.randn(20, 3), reduce=reduce, **how)
+    with pytest.raises(PlanDiffers, match="a Noisy keeps state"):
+        rl.extract(linear(0), noisy, **how)
+
+
+def test_what_is_filled_in_once_is_no_state():
+    class Rows(torch.utils.data.Dataset):
+        reads, file, last = 0, None, None
+
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, row):
+            self.file = self.file or [torch.full((3,), float(n)) for n in range(20)]
+            self.reads, self.last = self.reads + 1, row
+            return self.file[row]
+
+    known = {}
+
+    def metric(output):
+        known.setdefault(len(output), float(len(output)))
+        return (output * known[len(output)]).sum()
+
+    prog, how = program(), {"layers": ["linear_1"], "batch_size": 4, "shard_bytes": 64}
+    found = rl.sweep(prog, variants=scales(), metric=metric, memory=100, executor=calm())
+    assert same(found.values, rl.sweep(prog, variants=scales(), metric=metric, memory=100).values)
+    wanted = rl.extract(linear(0), Rows(), **how)["linear_1"][:]
+    assert same(rl.extract(linear(0), Rows(), executor=calm(), **how)["linear_1"][:], wanted)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dis
 import hashlib
+import os
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +30,22 @@ def is_asked(what: Any) -> bool:
     """True for a function or a class that pickle may send by its name, and that is no library's we know."""
     is_either = isinstance(what, (FunctionType, type))
     return is_either and (getattr(what, "__module__", None) or "builtins").partition(".")[0] not in _LIBRARIES
+
+
+@cache
+def _is_library(module: str) -> bool:
+    """True for a module of Python, of an installed package, or of this one."""
+    top = module.partition(".")[0]
+    if top in _LIBRARIES or (top in sys.stdlib_module_names and top != "__main__"):
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages"))
+
+
+def is_of_user(what: Any) -> bool:
+    """True for a function or a class of a module that the user wrote."""
+    module = getattr(what, "__module__", None)
+    return isinstance(what, (FunctionType, type)) and isinstance(module, str) and not _is_library(module)
 
 
 def numbers_read(things: Iterable[Any]) -> dict[Name, str]:

@@ -24,9 +24,21 @@ from attrs import evolve, frozen
 
 from .._ir.util import add_note
 from .job_file import Driver, Job, Missing, cloudpickle, host, keep, read_job
+from .own_state import KeptState
+
+
+@frozen(eq=False)
+class Prepared:
+    """A job that a process is ready to do tasks of."""
+
+    work: Callable[[Any], Any]
+    job: Job
+    kept: KeptState
+    is_seen: bool  # its file is, by this process
+
 
 _KEPT = 2  # jobs that a process stays prepared for
-_prepared: OrderedDict[str, tuple[Callable[[Any], Any], Job, bool]] = OrderedDict()
+_prepared: OrderedDict[str, Prepared] = OrderedDict()
 _turns = [threading.RLock()]  # threads of one process take turns: they share torch's generators
 
 
@@ -83,8 +95,10 @@ def run_task(path: str, digest: str, number: int, files: dict[str, bytes] | None
         try:
             if files is not None:
                 keep(files)
-            work, job = _work_of(path, digest)
-            result = _dumped(work(job.tasks[number]))
+            ready = _ready_for(path, digest)
+            result = ready.work(ready.job.tasks[number])
+            ready.kept.require_same()
+            result = _dumped(result)
             return evolve(answer, result=result, threads=torch.get_num_threads())
         except Missing as missing:
             return evolve(answer, missing=missing.digests)
@@ -92,21 +106,22 @@ def run_task(path: str, digest: str, number: int, files: dict[str, bytes] | None
             return evolve(answer, failure=failure_of(error))
 
 
-def _work_of(path: str, digest: str) -> tuple[Callable[[Any], Any], Job]:
-    """The work of a job, prepared once."""
+def _ready_for(path: str, digest: str) -> Prepared:
+    """A job, prepared once."""
     if digest not in _prepared:
         job = read_job(path, digest)
         _enter(job.driver)
-        _prepared[digest] = job.setup(job.payload), job, os.path.exists(path)
+        kept = KeptState(job.payload)  # before the functions are called for the first time
+        _prepared[digest] = Prepared(job.setup(job.payload), job, kept, os.path.exists(path))
     _prepared.move_to_end(digest)
     while len(_prepared) > _KEPT:
         _prepared.popitem(last=False)
-    work, job, is_seen = _prepared[digest]
-    if is_seen and not os.path.exists(path):
+    ready = _prepared[digest]
+    if ready.is_seen and not os.path.exists(path):
         raise FileNotFoundError(f"{path} is gone: the job is over, and nobody waits for the rest of it.")
-    if not job.driver.is_here and torch.get_num_threads() != 1:
+    if not ready.job.driver.is_here and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
-    return work, job
+    return ready
 
 
 def _enter(driver: Driver) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import field, frozen
 
@@ -167,6 +167,7 @@ def _checked(name: str, given: Any, sample: float | None) -> CheckReport:
 class ChecksJob:
     """What the checks of many models share."""
 
+    may_keep_state: ClassVar[bool] = True  # a model is checked in one task, and by nobody else
     models: Mapping[str, Any]
     sample: float | None
     seeds: Mapping[str, int] = field(factory=seeds_now)
