@@ -184,3 +184,36 @@ def test_a_forward_gradient_of_inference_tensors_is_refused_in_words():
 
 def numbers(seed):
     return torch.randn(3, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def test_an_inference_mode_that_a_model_leaves_to_its_caller_to_end_puts_back_no_key_of_the_captures():
+    held = []
+
+    def model(x):
+        y = vmap(torch.sin)(x)
+        held.append(torch.inference_mode())
+        held[-1].__enter__()
+        return y * 2
+
+    as_it_was = surroundings()
+    rl.capture(model, numbers(0))
+    for one in reversed(held):
+        one.__exit__(None, None, None)
+    assert surroundings() == as_it_was
+
+
+def test_keys_that_torch_itself_puts_back_are_settled_when_the_capture_ends():
+    def model(x):
+        y = vmap(torch.sin)(x)
+        with force_keys():
+            y = y.cos()
+        return y.clone()
+
+    as_it_was = surroundings()
+    assert torch.equal(rl.capture(model, numbers(0)).replay().output, model(numbers(0)))
+    assert surroundings() == as_it_was
+
+
+def force_keys():
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(*keys)

@@ -30,7 +30,13 @@ from .._ir.memory import extent, storage_of, versions_of
 from .._ir.model_state import StatePlace
 from .._ir.model_turns import modules_inside, turns, wait_for_turns
 from .._ir.node import Input, Node, State
-from .._ir.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
+from .._ir.torch_private import (
+    compiler_if_loaded,
+    default_device,
+    hooks_of_all_modules,
+    settle_dispatch_keys,
+    without_function_modes,
+)
 from .._ir.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_items, require_room, thaw_shared, walk
 from .._ir.util import add_note, cached_property
 from .._replay.record import Record, Versions
@@ -314,6 +320,7 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     finally:
         if tracer.functorch:
             tracer.leave_functorch()
+        settle_dispatch_keys()
     if tracer.refused is not None:
         raise tracer.refused
     if any(isinstance(leaf, GeneratorType) for leaf in leaves(freeze_deep(output, lambda tensor: None))):

@@ -105,6 +105,12 @@ def see_functions(is_seen: bool, is_all_off: bool) -> None:
 
 
 count_dispatch_modes = _name("torch._C._len_torch_dispatch_stack", "a dispatch mode of the model's own is refused")
+is_key_on = _name(
+    "torch._C._dispatch_tls_is_dispatch_key_included",
+    "dispatch keys are as the modes are after a forward",
+    "taken for off",
+    lambda key: False,
+)
 dispatch_mode_at = _name("torch._C._get_dispatch_stack_at", "modes that an interrupt left on are left")
 without_any_modes = _name("torch.utils._python_dispatch._disable_current_modes", "a hook compares values unseen")
 is_any_autocast_on = _name(
@@ -287,6 +293,8 @@ if not TYPE_CHECKING:
 
 def settle_dispatch_keys() -> None:
     """Turn the dispatch keys of modes on if this thread has a dispatch mode, and off if it has none."""
+    if is_key_on("Python") == bool(count_dispatch_modes()):
+        return
     with TorchDispatchMode(), without_any_modes():  # torch turns them at the first one and at the last
         pass
 
