@@ -265,8 +265,9 @@ class ProgramBase(ProgramMetadata, ValueSource):
         """A cache, because a sweep resolves the same names many times."""
         return {}
 
-    @cached_property
+    @property
     def _names(self) -> NameResolver:
+        """Not kept: it holds the program, which would be freed by the collector alone."""
         return NameResolver(self._index, self._locations)
 
     def _value_for(self, name: str) -> Any:

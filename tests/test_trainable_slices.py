@@ -451,6 +451,19 @@ def test_no_output_and_no_history_of_a_size_is_held(net):
     assert [one() for one in seen] == [None] * 6
 
 
+def test_what_a_capture_at_another_size_computes_is_freed_without_the_collector(net):
+    module = rl.capture(net.eval(), pictures(2)).module(outputs=["stem", "layer2"])
+    gc.collect()
+    gc.disable()
+    try:
+        module(pictures(17))
+        found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.dim() == 4]
+        computed = [one.shape for one in found if one.shape[0] == 17 and one.shape[1] != 3]
+    finally:
+        gc.enable()
+    assert not computed
+
+
 def test_a_model_that_is_another_one_since_its_capture_is_not_asked_for_other_sizes(net):
     module = rl.capture(net.eval(), pictures(2)).module()
     before = module(pictures(3))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate, chain, repeat, starmap, takewhile, tee
 from operator import is_not, itemgetter, methodcaller
@@ -110,7 +111,10 @@ def _wait_for_others(turn: Turn, draws: bool) -> None:
 def _inside(turn: Turn) -> list[int]:
     """The other threads that are inside its modules."""
     stacks, idle = _stacks(), {turn.thread, *list(_waiting.values())}
-    return [thread for thread, frames in stacks if thread not in idle and _are_inside(frames, turn.modules)]
+    try:
+        return [thread for thread, frames in stacks if thread not in idle and _are_inside(frames, turn.modules)]
+    finally:
+        _release(stacks, turn.thread)
 
 
 def _stacks() -> list[tuple[int, list[FrameType]]]:
@@ -122,6 +126,20 @@ def _stacks() -> list[tuple[int, list[FrameType]]]:
     stacks = map(takewhile, repeat(partial(is_not, None)), map(accumulate, upwards, repeat(getattr)))
     pairs = zip(map(itemgetter(0), one), map(list, stacks))  # noqa: B905
     return without_collector(partial(list, pairs))
+
+
+def _release(stacks: list[tuple[int, list[FrameType]]], own: int) -> None:
+    """Empties the list, and the frames of this thread that have ended: these hold themselves, and so all that those
+    below them do, until the collector runs.
+    """
+    ended = [frame for thread, frames in stacks if thread == own for frame in frames if frame.f_code in _LISTING]
+    stacks.clear()
+    for frame in ended:
+        with suppress(RuntimeError):  # it still runs
+            frame.clear()
+
+
+_LISTING = (_stacks.__code__, without_collector.__code__)
 
 
 def _own_stack() -> list[FrameType]:

@@ -203,7 +203,8 @@ class ProgramModule(StateHolder):
             text = mismatch.partition("\n")[0]
             if len(self._elsewhere) >= MOST_SHAPES:
                 self._elsewhere.pop(next(iter(self._elsewhere)))
-            self._elsewhere[key] = self._shaped(self._same_program_at(args, kwargs, now, text))
+            self._elsewhere[key] = made = self._shaped(self._same_program_at(args, kwargs, now, text))
+            made.forget_inputs()
         return self._elsewhere[key]
 
     def _same_program_at(self, args: Any, kwargs: Any, now: Shapes, text: str) -> Record:

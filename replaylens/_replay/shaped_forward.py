@@ -41,6 +41,14 @@ class ShapedForward:
         self.sources = tuple([node.name for node in graph.nodes if not isinstance(node, Call)])  # what is no call
         self.asks_state = bool(graph.asked) or depends_on_layout(graph)  # of its layouts or flags, perhaps
 
+    def forget_inputs(self) -> None:
+        """Frees the inputs of the capture, where no call asks for more than was noted of them."""
+        graph = self.graph
+        compares = graph.catches or any(guard.compares_content for guard in graph.guards)
+        if not self.asks_state and not compares:
+            given = {Ref(node.name) for node in graph.input_nodes}
+            self.record = evolve(self.record, values={r: v for r, v in self.record.values.items() if r not in given})
+
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], held: Held) -> GivenInputs:
         """What these inputs stand for here, and where they differ from the recorded ones."""
         return new_inputs(self.graph, args, kwargs, held)

@@ -118,7 +118,9 @@ def capture_on_other_inputs(start: ForwardState, graph: Graph, args: tuple[Any, 
 
     def _capture_on_other_inputs(turn: Turn) -> Captured:
         now = evolve(start, snapshot=start.snapshot.holding(Provenance(start.model).modules))
-        return _run(turn, now, args, kwargs, setup, inputs_are_new=True)[0]
+        captured, tracer = _run(turn, now, args, kwargs, setup, inputs_are_new=True)
+        del tracer.substitutes  # which hold the tracer, and so all that the model has computed
+        return captured
 
     with without_hooks_around(), recorded_environment(True, graph), modes(graph.outer_modes):
         made = record_of(with_model_to_itself(start.model, _capture_on_other_inputs))
