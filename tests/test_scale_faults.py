@@ -4,8 +4,12 @@ are others in the workers. Numbers are those of one process, or there is an erro
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from internals import same
 
 import replaylens as rl
 from replaylens._scale.job_file import read_job
+from replaylens._scale.module_numbers import other_in_module, read_of_modules
 from replaylens.errors import PlanDiffers
 
 
@@ -166,3 +171,106 @@ def test_what_is_filled_in_once_is_no_state():
     assert same(found.values, rl.sweep(prog, variants=scales(), metric=metric, memory=100).values)
     wanted = rl.extract(linear(0), Rows(), **how)["linear_1"][:]
     assert same(rl.extract(linear(0), Rows(), executor=calm(), **how)["linear_1"][:], wanted)
+
+
+# -- modules that are others in the workers ----------------------------------------------------------------------------
+
+LAB = """
+import enum, functools, typing
+from collections import namedtuple
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from attrs import define
+
+K, NAMES = 2.0, {"a", "b", "c"}
+
+@dataclass
+class Data:
+    a: int = 1
+    b: list = field(default_factory=list)
+
+@define
+class Made:
+    a: int = 1
+    def all(self): return self.a in {3, 1, "x", None}
+
+class Colour(enum.Enum):
+    RED = 1
+
+class Pair(typing.NamedTuple):
+    a: int = 1
+
+Other = namedtuple("Other", "a b")
+
+@functools.lru_cache
+def known(n): return n * FACTOR
+
+@contextmanager
+def block():
+    yield
+
+class Base:
+    gain = 1.0
+    def of(self, v): return v * self.gain
+    @property
+    def name(self): return "FACTOR"
+
+class Patch(Base):
+    calls = 0
+    def __call__(self, v):
+        with block():
+            assert Data() and Made().all() and Colour.RED and Pair() and Other(1, 2) and v is not None
+            return self.of(v) * known(1)
+
+def _inner(v): return v * FACTOR
+def patch(v): return _inner(v) * K
+"""
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    """A module of the user's, which can be written anew."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(factor):
+        (tmp_path / "lab_of_mine.py").write_text(LAB.replace("FACTOR", str(factor)))
+        importlib.invalidate_caches()
+
+    write(2)
+    module = importlib.import_module("lab_of_mine")
+    module.write = write
+    yield module
+    del sys.modules["lab_of_mine"]
+
+
+@pytest.mark.parametrize("make", [lambda lab: lab.patch, lambda lab: lab.Patch(), lambda lab: lambda v: lab.patch(v)])
+def test_a_module_that_is_another_one_in_the_workers_is_refused_and_one_that_is_the_same_is_not(make, lab):
+    variants, metric = {0: {"0": make(lab)}}, torch.sum
+    prog, wanted = program(), rl.sweep(program(), variants=variants, metric=metric).values
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        assert same(rl.sweep(prog, variants=variants, metric=metric, executor=pool).values, wanted)
+        lab.write(3)
+        importlib.reload(lab)
+        with pytest.raises(PlanDiffers, match=r"`lab_of_mine.* is another one in a worker"):
+            rl.sweep(prog, variants={0: {"0": make(lab)}}, metric=metric, executor=pool)
+
+
+def test_whatever_a_function_reaches_in_a_module_is_compared(lab, monkeypatch):
+    whole = lambda v: lab.patch(v) * lab.K  # noqa: E731
+    for by_name, code, name, value in (
+        ([lab.patch], [], "_inner", lambda v: v),
+        ([lab.patch], [], "K", 4.0),
+        ([], [whole], "K", 4.0),
+        ([], [whole], "_inner", lambda v: v),
+        ([lab.Patch], [], "Base.gain", 4.0),
+        ([lab.Patch], [], "Base.of", lambda self, v: v),
+        ([lab.Patch], [], "Made.all", lambda self: True),
+        ([lab.Patch], [], "known", lambda n: n),
+    ):
+        wanted = read_of_modules(by_name, code)
+        assert other_in_module(wanted) == "", name
+        holder, _, last = name.rpartition(".")
+        with monkeypatch.context() as patched:
+            patched.setattr(getattr(lab, holder) if holder else lab, last, value)
+            assert other_in_module(wanted) == f"lab_of_mine.{name}"

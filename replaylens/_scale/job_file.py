@@ -39,7 +39,7 @@ from .._store.container import open_container
 from .._store.objects import is_program, load_object, reduced_operator, strange_functions, written
 from .._version import __version__
 from ..errors import BadExecutor, CannotSave, PlanDiffers
-from .module_numbers import is_asked, numbers_read, other_number
+from .module_numbers import is_asked, other_in_module, read_of_modules
 
 HERE = secrets.token_hex(8)  # this process, and those forked from it
 
@@ -148,7 +148,7 @@ def write_job(
             "versions": versions(),
             "driver": Driver(),
             "programs": sorted({pid[1] for _, pid in pickler.programs.values()}),
-            "numbers": numbers_read(pickler.named),
+            "modules": read_of_modules(pickler.named, pickler.whole),
         },
         4,
     )
@@ -176,11 +176,12 @@ def _pickler(buffer: io.BytesIO, folder: Path) -> Any:
             super().__init__(buffer, protocol=5)
             self.programs: dict[int, tuple[Any, Any]] = {}  # by id, and held, so that no other gets the id
             self.named: list[Any] = []  # functions and classes that go by their names
+            self.whole: list[Any] = []  # and those that go with their code
 
         def persistent_id(self, what: Any) -> Any:
             if not is_program(what):
-                if is_asked(what) and not _goes_whole(what):
-                    self.named.append(what)
+                if is_asked(what):
+                    (self.whole if _goes_whole(what) else self.named).append(what)
                 return None
             if id(what) not in self.programs:
                 made = written(what, is_pickled=True)
@@ -280,11 +281,12 @@ def read_job(path: str, digest: str) -> Job:
     except ImportError as error:
         add_note(error, f"This worker on {host()} cannot import what the job names. Install it there as well.")
         raise
-    if other := other_number(head["numbers"]):
+    if other := other_in_module(head["modules"]):
         raise PlanDiffers(
             f"`{other}`, which a function of this job reads, is another one in a worker on {host()} than here: what is "
-            "set in a module after its import stays in its process.\n"
-            "Set it where the module is imported, or give it to the function: functools.partial(function, value)."
+            "set in a module after its import stays in its process, and a file that was edited is read as it is now.\n"
+            "Set a number where the module is imported, or give it to the function: functools.partial(function, value)."
+            " After an edit start this process anew, and the workers, too."
         )
     return Job(setup, payload, tasks, head["driver"])
 

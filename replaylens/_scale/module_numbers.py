@@ -1,29 +1,33 @@
-"""Numbers in modules that the functions of a job read: are they in a worker what they are here?
+"""Code and numbers in modules that the functions of a job reach: are they in a worker what they are here?
 
-In, here: the functions and classes that pickle sends by their names. Out: digests of the numbers and tensors that they
-read of their modules. In, there: these. Out: the first that is another one. A worker imports a module anew, so what was
-set in it afterwards stays behind, and the function would compute something else there without a word.
+In, here: the functions and classes that pickle sends by their names, and those that it sends whole. Out: digests of the
+code of what is found by name, and of the numbers and tensors that it reads. In, there: these. Out: the first that is
+another one. A worker imports a module anew, so what was set in it afterwards stays behind, what was edited meanwhile is
+read as it is now, and the function would compute something else there without a word. Modules of Python and of
+installed packages are not looked at.
 """
 
 from __future__ import annotations
 
 import dis
 import hashlib
+import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
-from types import FunctionType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-from .._capture.user_code import nested_code, reachable_functions, user_function
+from .._capture.user_code import closure_values, nested_code, user_function
 from .._ir.equality import digest_of_bits
 
 Name = tuple[str, str]  # a module, and a name in it
 _LIBRARIES = ("builtins", "torch", "numpy", "replaylens", "functools", "operator", "attr")
 _LARGE = 1 << 26  # bytes
+_MOST = 5000  # names
 
 
 def is_asked(what: Any) -> bool:
@@ -48,36 +52,110 @@ def is_of_user(what: Any) -> bool:
     return isinstance(what, (FunctionType, type)) and isinstance(module, str) and not _is_library(module)
 
 
-def numbers_read(things: Iterable[Any]) -> dict[Name, str]:
-    """Digests of the numbers that functions and classes, and what these call in their own modules, read there."""
-    named = list(things)
-    modules = {thing.__module__ for thing in named}
+def read_of_modules(by_name: Iterable[Any], whole: Iterable[Any]) -> dict[Name, str]:
+    """Digests of what is found by name in workers: the code of functions and methods, and the numbers that these read.
+
+    `by_name` are functions and classes that are sent as names, `whole` are functions that are sent with their code, of
+    which only the modules are found by name that they ask for something.
+    """
+    stack = [(thing.__module__, thing.__qualname__) for thing in by_name]
+    stack += [name for thing in whole for function in _functions(thing) for name in _of_modules(function)]
     found: dict[Name, str] = {}
-    written: set[Name] = set()
-    for function in reachable_functions([inner for thing in named for inner in _functions(thing)]):
-        module = str(function.__globals__.get("__name__"))
-        if module in modules:
-            written |= {(module, name) for name in _written(function)}
-            found |= {(module, name): digest for name, digest in _read(function)}
-    return {name: digest for name, digest in found.items() if name not in written}
+    seen, written = set[Name](), set[str]()
+    while stack and len(seen) < _MOST:
+        name = stack.pop()
+        if name in seen or _is_library(name[0]):
+            continue
+        seen.add(name)
+        value = _value_of(name)
+        if (digest := _digest(value)) is not None:
+            found[name] = digest
+        functions = _functions(value)
+        for function in functions:
+            written |= _written(function)
+            stack += [*_of_globals(function), *_of_modules(function)]
+        if functions and not _is_rewritten(name[0]):
+            found[name] = _digest_of_code(functions[0])
+        if is_of_user(value) and isinstance(value, type):
+            stack += [(cls.__module__, f"{cls.__qualname__}.{key}") for cls in value.__mro__ for key in vars(cls)]
+    return {name: one for name, one in found.items() if name[1].rpartition(".")[2] not in written}
 
 
-def _functions(thing: Any) -> Iterator[FunctionType]:
-    held = vars(thing).values() if isinstance(thing, type) else [thing]
-    yield from [function for one in held if (function := user_function(one)) is not None]
+def _value_of(name: Name) -> Any:
+    """What a module has under a name; an Ellipsis if there is nothing."""
+    value: Any = sys.modules.get(name[0], ...)
+    for part in name[1].split("."):
+        value = inspect.getattr_static(value, part, ...)
+    return value
 
 
-def _read(function: FunctionType) -> Iterator[tuple[str, str]]:
-    known = function.__globals__
-    for name in dict.fromkeys([name for code in nested_code(function.__code__) for name in code.co_names]):
-        if name in known and (digest := _digest(known[name])) is not None:
-            yield name, digest
+def _functions(thing: Any, depth: int = 4) -> list[FunctionType]:
+    """The function that something is, and those that are in it where it is decorated."""
+    if not isinstance(thing, (FunctionType, MethodType, staticmethod, classmethod, property)):
+        thing = None if isinstance(thing, type) else inspect.getattr_static(thing, "__wrapped__", None)
+    function = user_function(thing)
+    if function is None or not depth:
+        return []
+    return [function, *[one for held in closure_values(function) for one in _functions(held, depth - 1)]]
+
+
+def _names(function: FunctionType) -> list[str]:
+    return list(dict.fromkeys([name for code in nested_code(function.__code__) for name in code.co_names]))
+
+
+def _of_globals(function: FunctionType) -> list[Name]:
+    """The names in its own module that a function asks for."""
+    known, module = function.__globals__, str(function.__globals__.get("__name__"))
+    is_there = vars(sys.modules[module]) is known if module in sys.modules else False
+    return [(module, name) for name in _names(function) if is_there and name in known]
+
+
+def _of_modules(function: FunctionType) -> list[Name]:
+    """The names in other modules that a function asks for: `lab.patch`, `lab.part.K`."""
+    names = _names(function)
+    held = [function.__globals__.get(name) for name in names] + closure_values(function)
+    modules = [one for one in held if isinstance(one, ModuleType)]
+    found: list[Name] = []
+    seen = set[str]()
+    while modules:
+        module = modules.pop()
+        if module.__name__ in seen or _is_library(module.__name__):
+            continue
+        seen.add(module.__name__)
+        inner = [(name, vars(module)[name]) for name in names if name in vars(module)]
+        modules += [value for _, value in inner if isinstance(value, ModuleType)]
+        found += [(module.__name__, name) for name, value in inner if not isinstance(value, ModuleType)]
+    return found
+
+
+def _is_rewritten(module: str) -> bool:
+    """True for a module whose code pytest has altered as it was imported, in this process alone."""
+    loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)
+    return type(loader).__module__.startswith("_pytest.")
 
 
 def _written(function: FunctionType) -> set[str]:
-    """The globals that a function sets itself, such as counters: they differ from process to process."""
+    """The names that a function sets itself, such as counters: they differ from process to process."""
     steps = [step for code in nested_code(function.__code__) for step in dis.get_instructions(code)]
-    return {step.argval for step in steps if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    return {step.argval for step in steps if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR")}
+
+
+def _digest_of_code(function: FunctionType) -> str:
+    """A digest of what a function does, wherever it stands in its file."""
+    inner = [_of_code(one.__code__) for one in _functions(function)]
+    defaults = [_digest(one) for one in (function.__defaults__ or (), function.__kwdefaults__ or {})]
+    return hashlib.sha256(repr((inner, defaults)).encode()).hexdigest()
+
+
+def _of_code(code: CodeType) -> str:
+    constants = [_of_code(one) if isinstance(one, CodeType) else _of_constant(one) for one in code.co_consts]
+    return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_flags))
+
+
+def _of_constant(value: Any) -> str:
+    if isinstance(value, frozenset):  # whose order is another one in each process
+        return f"frozenset {sorted(map(_of_constant, value))}"
+    return f"({', '.join(map(_of_constant, value))})" if isinstance(value, tuple) else repr(value)
 
 
 def _digest(value: Any) -> str | None:
@@ -94,10 +172,12 @@ def _digest(value: Any) -> str | None:
     return None
 
 
-def other_number(wanted: dict[Name, str]) -> str:
-    """The first number that is another one in this process, as `module.name`; empty if there is none."""
-    for (module, name), digest in wanted.items():
-        held = vars(sys.modules[module]) if module in sys.modules else {}
-        if name in held and _digest(held[name]) != digest:
-            return f"{module}.{name}"
+def other_in_module(wanted: dict[Name, str]) -> str:
+    """The first name under which this process has something else, as `module.name`; empty if there is none."""
+    for name, digest in wanted.items():
+        value = _value_of(name)
+        functions = _functions(value)
+        mine = _digest_of_code(functions[0]) if functions else _digest(value)
+        if value is not ... and mine != digest:
+            return ".".join(name)
     return ""
