@@ -123,6 +123,12 @@ top_saving_hooks = _name(
 leave_saving_hooks_alone = _name(
     "torch._C._autograd._saved_tensors_hooks_set_tracing", "a checkpoint must not compute again what a live run changed"
 )
+end_of_recomputation = _name(
+    "torch.utils.checkpoint._StopRecomputationError",
+    "a checkpoint around a replay ends its second run by it",
+    "such a replay is refused",
+    KeyboardInterrupt,
+)
 
 allows_mkldnn = _name(
     "torch._C._get_mkldnn_enabled", "which kernels a forward lets torch take", "taken for yes", lambda: True

@@ -18,6 +18,7 @@ from .._ir.graph import Graph
 from .._ir.node import Call, Guard, Ref, Source, TensorSpec, filled
 from .._ir.printer import expression
 from .._ir.runtime import exception_name, exception_text, what_is_raised
+from .._ir.torch_private import end_of_recomputation
 from ..errors import DivergedReplay, ReplaylensError
 
 
@@ -196,7 +197,7 @@ def _exception_departure(graph: Graph, altered: Callable[[], Iterable[str]], err
     return Departure(what, None, f"{type(error).__qualname__}: {error}", node.source, "exception")
 
 
-_NO_FACTS = (ReplaylensError, RerunRequired, MemoryError, torch.OutOfMemoryError)
+_NO_FACTS = (ReplaylensError, RerunRequired, MemoryError, torch.OutOfMemoryError, end_of_recomputation)
 
 
 class Guards(tuple[Guard, ...]):
