@@ -17,6 +17,7 @@ from shaped_models import MODELS, REFUSED
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
 
@@ -912,3 +913,36 @@ def test_gradients_that_the_models_own_hooks_change_are_refused_at_each_size():
     for size in (2, 3, 2, 3):
         with torch.autograd.graph.save_on_cpu(), pytest.raises(rl.NotDifferentiable, match="saved_tensors_hooks"):
             module(torch.ones(size, 4))
+
+
+@pytest.mark.parametrize("options", [{"early_stop": True}, {"early_stop": False}])
+def test_a_module_runs_in_a_checkpoint_at_any_size(net, options):
+    module = rl.capture(net.eval(), pictures(2)).module()
+    for size in (2, 3, 2, 3):
+        grads = []
+        for forward in (module, net):
+            net.zero_grad()
+            x = pictures(size).requires_grad_()
+            checkpoint(forward, x, use_reentrant=False, **options).square().sum().backward()
+            grads.append([x.grad, *[p.grad for p in net.parameters()]])
+        assert_same(*grads)
+
+
+def test_a_refused_call_draws_nothing():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.drop = nn.Linear(4, 4), nn.Dropout()
+
+        def forward(self, x):
+            h = self.drop(self.fc(x))
+            return h * 2 if x.sum() > 0 else h
+
+    module = rl.capture(Asks(), torch.ones(2, 4)).module()
+    for size in (2, 5, 5):
+        before = torch.get_rng_state()
+        with pytest.raises((rl.DivergedReplay, rl.InputMismatch)):
+            module(-torch.ones(size, 4))
+        assert torch.equal(torch.get_rng_state(), before)
+        module(torch.ones(size, 4))
+        assert not torch.equal(torch.get_rng_state(), before)

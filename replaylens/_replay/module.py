@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -184,7 +185,8 @@ class ProgramModule(StateHolder):
         if given.mismatches:
             found = self._at_other_shapes(args, kwargs, given.mismatches[0].text)
             given = found.inputs(args, kwargs, held)
-        ran = found.run(held, given.fitting)
+        with _drawn_if_accepted(found.graph):
+            ran = found.run(held, given.fitting)
         self._write({address: ran[ref] for address, ref in found.graph.changes})
         return ran.tree(found.graph.output)
 
@@ -281,6 +283,23 @@ class ProgramModule(StateHolder):
             "a module made from a program holds the model's functions, and cannot be pickled or saved as it is.\n"
             "Save its state_dict(), and load that into a module made again: prog.module(...).load_state_dict(...)."
         )
+
+
+@contextmanager
+def _drawn_if_accepted(graph: Graph) -> Iterator[None]:
+    """Puts torch's generators back where a call is refused that has drawn from them."""
+    if not graph.drawn:
+        yield
+        return
+    before = torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    except ReplaylensError:
+        torch.set_rng_state(before)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        raise
 
 
 @left_by_compilers  # torch.compiler.disable imports the compiler at once
