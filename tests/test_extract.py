@@ -264,6 +264,38 @@ def test_batches_of_any_shape_have_a_program_each():
     assert np.allclose(features["1"][...], wanted, atol=1e-6) and features.rows == 12
 
 
+def test_a_function_of_two_is_given_the_batch_such_as_its_mask():
+    torch.manual_seed(0)
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Embedding(20, 6), nn.Linear(6, 4)
+
+        def forward(self, ids, mask):
+            return self.out(self.embed(ids) * mask[..., None])
+
+    model, lengths = Words(), [5, 2, 3, 4]
+    ids = torch.stack([torch.arange(5) + n for n in range(4)])
+    mask = torch.stack([(torch.arange(5) < n).long() for n in lengths])
+
+    def mean(value, batch):
+        weight = batch["mask"][..., None]
+        return (value * weight).sum(1) / weight.sum(1)
+
+    features = rl.extract(model, {"ids": ids, "mask": mask}, "embed", reduce=mean, batch_size=2)
+    wanted = [model.embed(row[:n]).mean(0) for row, n in zip(ids, lengths)]
+    assert np.allclose(features["embed"][...], torch.stack(wanted).detach().numpy(), atol=1e-6)
+
+
+def test_a_projection_of_rows_of_another_size_is_refused():
+    model = nn.Sequential(nn.Embedding(20, 6))
+    batches = [torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 7, dtype=torch.long)]
+    with pytest.raises(BadSource, match="gives 42 numbers for each row of this batch, and 30"):
+        rl.extract(model, iter(batches), "0", reduce=rl.SRP(8))
+    assert rl.extract(model, iter(batches), "0", reduce=["b t d -> b d", rl.SRP(8)])["0"].shape == (4, 8)
+
+
 class Branching(nn.Module):
     """One of two ways, by the content of the batch."""
 
@@ -335,6 +367,7 @@ def test_a_model_whose_batches_follow_one_another_is_refused(way):
         rl.extract(Remembering(way), torch.randn(6, 3), "tanh_1", batch_size=2)
 
 
+@pytest.mark.filterwarnings("ignore:the model is in training mode")
 def test_a_model_that_writes_what_it_has_not_read_is_taken():
     model, x = Remembering("its own mean"), torch.randn(6, 3)
     wanted = torch.cat([torch.tanh(part - part.mean(0)) for part in x.split(2)]).numpy()
@@ -362,6 +395,10 @@ def test_a_sparse_layer_is_refused_with_the_way_to_make_numbers_of_it():
 # -- what is left alone ------------------------------------------------------------------------------------------------
 
 
+TRAINS = pytest.mark.filterwarnings("ignore:the model is in training mode")
+
+
+@TRAINS
 def test_the_model_its_buffers_its_hooks_and_all_generators_are_left_as_they_were(tmp_path):
     model, x = cnn().train(), images()
     model.fc.weight.grad = torch.ones_like(model.fc.weight)
@@ -379,6 +416,7 @@ def test_the_model_its_buffers_its_hooks_and_all_generators_are_left_as_they_wer
     assert torch.equal(model.fc.weight.grad, torch.ones_like(model.fc.weight)) and torch.is_grad_enabled()
 
 
+@TRAINS
 def test_batch_norm_in_training_takes_the_statistics_of_each_batch():
     model, x = cnn().train(), images(12)
     features = rl.extract(model, x, ["bn1"], batch_size=4)
@@ -386,6 +424,12 @@ def test_batch_norm_in_training_takes_the_statistics_of_each_batch():
     assert np.allclose(features["bn1"][...], torch.cat(norm).detach().numpy(), atol=1e-5)
 
 
+def test_a_model_in_training_mode_is_told():
+    with pytest.warns(UserWarning, match=r"training mode: bn1, bn2\. .*model\.eval\(\)"):
+        rl.extract(cnn().train(), images(4), "fc")
+
+
+@TRAINS
 def test_each_batch_draws_numbers_of_its_own_and_the_same_ones_when_resumed(tmp_path):
     model, x = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)).train(), torch.ones(40, 4)
     torch.manual_seed(3)
@@ -926,6 +970,7 @@ def test_what_only_the_model_can_make_is_made_where_it_is(tmp_path):
     assert tree(tmp_path / "x.zarr") == tree(tmp_path / "y.zarr")
 
 
+@pytest.mark.filterwarnings("ignore:the model is in training mode")
 def test_draws_are_the_same_whoever_makes_a_shard(tmp_path):
     model, x = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)).train(), torch.ones(40, 4)
     for name, executor in (("x.zarr", None), ("y.zarr", World(3, evil=0.1).make), ("z.zarr", World(4, evil=0).make)):

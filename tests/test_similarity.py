@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from internals import Features, cka, probe, rdm
 
+import replaylens as rl
 from replaylens.errors import BadFeatures, NoSuchLayer
 
 RNG = np.random.default_rng(0)
@@ -242,3 +243,12 @@ def test_a_library_that_is_missing_is_named_with_its_extra(library, ask, monkeyp
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=rf"this needs {library}: pip install 'replaylens\[rsa\]'"):
         ask()
+
+
+def test_all_layers_at_once_or_a_name_are_no_values_of_stimuli():
+    features = rl.Features.of({"0": np.eye(3), "1": np.eye(3)}, {}, {})
+    for wrong, words in ((features, "all layers"), ("fc", "the name of a layer")):
+        with pytest.raises(rl.BadFeatures, match=words):
+            rl.cka(wrong, wrong)
+        with pytest.raises(rl.BadFeatures, match=words):
+            rl.rdm(wrong)

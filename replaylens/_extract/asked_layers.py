@@ -42,13 +42,17 @@ def asked_layers(prog: Any, layers: Any) -> tuple[Asked, ...]:
         for one in _of_key(prog, key):
             # What a glob or type finds has one array, whatever else finds it; what is named has its own by that name.
             places = tuple([prog._index.find(place) for place in one.places])
-            is_named = isinstance(key, str) and one.name.partition("[")[0] == key.partition("[")[0]
+            is_module = not any(one.kinds)
+            is_named = is_module or (isinstance(key, str) and one.name.partition("[")[0] == key.partition("[")[0])
             known = next((name for name, (_, other) in found.items() if other == places and not is_named), one.name)
             asked = found[known][0] if known in found else one
             words = (*asked.words, *([key] if isinstance(key, str) else []))
             found[known] = evolve(asked, words=words), places
     if not found:
-        raise NoSuchLayer("layers= names no layer. Give names, globs or types: layers=['layer*', 'fc'].")
+        raise NoSuchLayer(
+            "layers= names no layer that is computed; parameters and buffers are the same for all rows. Give names, "
+            "globs or types: layers=['layer*', 'fc']."
+        )
     return tuple([asked for asked, _ in found.values()])
 
 

@@ -7,6 +7,7 @@ latest of the layers, reduced, and kept in shards, each of which is whole or not
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +81,9 @@ def extract(
     require_shard_bytes(shard_bytes)
     if executor is not None:
         require_executor(executor)
+    if isinstance(model, type):
+        raise TypeError(f"the model is the class {model.__name__}. Give one of its objects: {model.__name__}(...)")
+    warn_of_training(model)
     wish = Wish(layers, _what(what, of), of, PerLayer(reduce, steps_of), PerLayer(dtype, torch_dtype))
     source = data_source(data, batch_size, transform)
     if executor is not None and source.is_one_pass:
@@ -109,6 +113,24 @@ def extract(
         run.here(progress if executor is None else False)
     require_rows(known, run.rows)
     return target.finish(run.rows, known, run.accounts)
+
+
+def warn_of_training(model: Any) -> None:
+    """Warn of layers whose rows are not what the model gives for them alone."""
+    modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    found = [name or type(one).__name__ for name, one in modules if one.training and isinstance(one, _IN_TRAINING)]
+    if found:
+        warnings.warn(
+            f"the model is in training mode: {', '.join(found[:3])}{' ...' * (len(found) > 3)}. Batch norm takes the "
+            "statistics of each batch, and dropout draws. Call model.eval() first, for the trained model's numbers.",
+            stacklevel=3,
+        )
+
+
+_IN_TRAINING = (
+    *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
+    *(torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout),
+)
 
 
 def _has_own_threads(executor: Any) -> bool:

@@ -181,7 +181,9 @@ class FeatureFolder:
             raise PlanDiffers(
                 f"{self.path} was begun with another plan:\n    "
                 + "\n    ".join(lines)
-                + "\nGo on as it was begun, give another name in to=, or pass overwrite=True to lose what is there."
+                + "\nGo on as it was begun, give another name in to=, or pass overwrite=True to lose what is there; "
+                + "Features.open reads it. "
+                + ("torch.set_num_threads sets the number of threads." if "threads" in str(lines) else "")
             )
 
     def _clear(self, begun: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:

@@ -47,7 +47,7 @@ class Wish:
     @property
     def steps(self) -> Iterable[tuple[Step, ...]]:
         """What is done with values, for each choice of layers."""
-        return list((self.reduce.choices or {}).values())
+        return [self.reduce.all or ()] if self.reduce.choices is None else list(self.reduce.choices.values())
 
 
 @frozen(eq=False)
@@ -148,12 +148,12 @@ class LayerValues:
         found: dict[str, torch.Tensor] = {}
         if route.cut is not None:
             values = given if given is not None else _replayed(route, call)
-            found |= self._named(route, list(values), "activation")
+            found |= self._named(route, call, list(values), "activation")
         if "grad" in self.wish.what:
-            found |= self._named(route, _gradients(route, call, self.wish.of), "grad")
+            found |= self._named(route, call, _gradients(route, call, self.wish.of), "grad")
         return found
 
-    def _named(self, route: Route, values: list[Any], what: str) -> dict[str, torch.Tensor]:
+    def _named(self, route: Route, call: Call, values: list[Any], what: str) -> dict[str, torch.Tensor]:
         """Values of all passes, in order, by array and reduced."""
         found: dict[str, torch.Tensor] = {}
         rest = iter(values)
@@ -163,7 +163,7 @@ class LayerValues:
                 array = name if what == "activation" else f"{name}.{what}"
                 reduction = self._origin(array, name, asked, what).reduction
                 with torch.no_grad():
-                    made = [reduction(one) for one in each]
+                    made = [reduction(one, _batch(call)) for one in each]
                     found[array] = _stacked(array, made) if asked.is_series else made[0]
         return found
 
@@ -171,8 +171,15 @@ class LayerValues:
         if array not in self.origins:
             names = (array, name, asked.name, asked.label, *asked.words)
             steps, dtype = self.wish.reduce.of(names, ()), self.wish.dtype.of(names, None)
-            self.origins[array] = Origin(asked, what, Reduction(name, steps, dtype))
+            self.origins[array] = Origin(asked, what, Reduction(name, steps, dtype, self.wish.reduce.entries))
         return self.origins[array]
+
+
+def _batch(call: Call) -> Any:
+    """What the model was given, as a function of a value and a batch gets it."""
+    if call.kwargs:
+        return call.kwargs if not call.args else (*call.args, call.kwargs)
+    return call.args[0] if len(call.args) == 1 else call.args
 
 
 def _stacked(array: str, passes: list[torch.Tensor]) -> torch.Tensor:

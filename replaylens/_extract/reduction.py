@@ -6,6 +6,7 @@ tensor that is stored out of the tensor that the layer gives, and its text, by w
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ from attrs import evolve, field, frozen
 
 from .._edit.pattern import Axis, Pattern, axes_of, parse
 from .._ir.util import add_note, is_glob, matches
-from ..errors import BadPart, NoSuchLayer
+from ..errors import BadPart, BadSource, NoSuchLayer
 from .function_text import function_text
 from .numpy_later import np
 from .projection import SRP, Matrices, projected
@@ -126,19 +127,36 @@ def _reduced(value: torch.Tensor, axes: list[int], how: str) -> torch.Tensor:
 
 @frozen(eq=False)
 class FunctionStep:
-    """A function of the layer's value."""
+    """A function of the layer's value; or of the value and of what the model was given."""
 
-    function: Callable[[torch.Tensor], Any]
+    function: Callable[..., Any]
 
     @property
     def text(self) -> str:
         return function_text(self.function)
 
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
-        made = self.function(value)
+    def __call__(self, value: torch.Tensor, batch: Any = None) -> torch.Tensor:
+        made = self.function(value, batch) if takes_two(self.function) else self.function(value)
         if not isinstance(made, torch.Tensor):
             raise TypeError(f"the function in reduce= returns {type(made).__name__}, not a tensor: {self.text}.")
         return made
+
+
+def takes_two(function: Any) -> bool:
+    """True if a function cannot be called with one argument, and can with two."""
+    try:
+        given = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    return not _binds(given, 1) and _binds(given, 2)
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 Step: TypeAlias = "PatternStep | FunctionStep | SRP"
@@ -151,27 +169,42 @@ class Reduction:
     layer: str
     steps: tuple[Step, ...] = ()
     dtype: torch.dtype | None = None
+    entries: dict[str, int] = field(factory=dict, repr=False)  # by layer: how many numbers of each row are projected
     _matrices: Matrices = field(factory=dict, init=False, repr=False)
     _left: set[Step] = field(factory=set, init=False, repr=False)  # what had nothing to do
 
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+    def __call__(self, value: torch.Tensor, batch: Any = None) -> torch.Tensor:
         for step in self.steps:
             if isinstance(step, PatternStep) and step.leaves(value):
                 self._left.add(step)
             else:
-                value = self._after(step, value)
+                value = self._after(step, value, batch)
         return value if self.dtype is None else cast(value, self.dtype, self.layer)
 
-    def _after(self, step: Step, value: torch.Tensor) -> torch.Tensor:
+    def _after(self, step: Step, value: torch.Tensor, batch: Any) -> torch.Tensor:
         shape = tuple(value.shape)
         try:
-            made = projected(step, value, self.layer, self._matrices) if isinstance(step, SRP) else step(value)
+            if isinstance(step, SRP):
+                self._require_alike(value)
+                made = projected(step, value, self.layer, self._matrices)
+            else:
+                made = step(value, batch) if isinstance(step, FunctionStep) else step(value)
         except BadPart as error:
             raise BadPart(f"reduce={_text(step)!r} does not fit {self.layer}, which gives {shape}: {error}.") from error
         except Exception as error:
             add_note(error, f"replaylens: raised by reduce= for {self.layer}, which gives {shape} {value.dtype}.")
             raise
         return made
+
+    def _require_alike(self, value: torch.Tensor) -> None:
+        """Raise if a projection is given rows of another size than before: each size has a matrix of its own."""
+        size = value[:1].numel() if value.dim() and len(value) else None
+        if size is not None and self.entries.setdefault(self.layer, size) != size:
+            raise BadSource(
+                f"{self.layer} gives {size:,} numbers for each row of this batch, and {self.entries[self.layer]:,} for "
+                "those of the first: projections of rows of unlike sizes cannot be compared. Reduce the axis that "
+                'differs first, reduce=["b t d -> b d", replaylens.SRP(...)], or give batches of one size.'
+            )
 
     @property
     def text(self) -> str | None:
@@ -307,6 +340,7 @@ class PerLayer:
         self.choices = {key: read(one) for key, one in given.items()} if isinstance(given, Mapping) else None
         self.all = _for_all(read(given)) if self.choices is None else None
         self.used: set[str] = set()
+        self.entries: dict[str, int] = {}  # by layer: how many numbers of each row are projected
         if wrong := [key for key in self.choices or () if not isinstance(key, str)]:
             raise TypeError(f"a mapping for reduce= or dtype= has names of layers as its keys, not {wrong[0]!r:.60}.")
 

@@ -7,6 +7,7 @@ All is computed in float64, and units lie along whatever axes there are behind t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,6 +80,11 @@ def _squared_products(x: Array, y: Array) -> float:
 
 def matrix(x: Any, name: str) -> Array:
     """Stimuli and units, in float64. Raises if a value is missing."""
+    if isinstance(x, (Mapping, str)):
+        raise BadFeatures(
+            f"{name} is {'the name of a layer' if isinstance(x, str) else 'all layers'}. Give the values of one: "
+            "features['fc']; or take features.rdms() for all of them."
+        )
     given = x.detach().cpu() if isinstance(x, torch.Tensor) else np.asarray(x)
     if isinstance(given, torch.Tensor):
         given = (given if given.is_complex() else given.double()).resolve_conj().resolve_neg().numpy()
