@@ -833,6 +833,10 @@ def test_a_module_whose_state_is_written_beside_its_beginning_is_refused():
     with pytest.raises(rl.BadEdit, match=r"the model writes `total`, .*\n.*Begin at the model's inputs"):
         prog.module(inputs="fc")
     assert prog.module(outputs="fc")(torch.ones(3, 4)).shape == (3, 4)
+    norm = nn.BatchNorm1d(4)
+    twice = rl.capture(nn.Sequential(norm, nn.Linear(4, 4), norm), torch.randn(2, 4))
+    with pytest.raises(rl.BadEdit, match=r"writes `0.running_mean` before the beginning of the module and behind it"):
+        twice.module(inputs="1")
 
 
 class Scaled(nn.Module):

@@ -67,6 +67,8 @@ class _Slicing:
             last = max(graph.positions[ref.node] for ref in late)
             self._take(late)
             self._settle(last)
+        if repeats:
+            self._require_own_state()
 
     def _settle(self, last: int) -> None:
         """Takes what is asked, written and copied up to a position."""
@@ -97,6 +99,17 @@ class _Slicing:
                     "beside or before its beginning: it would read the same in each call.\nBegin at the model's inputs."
                 )
         return [ref for _, ref in missing]
+
+    def _require_own_state(self) -> None:
+        """Refuses to write state that constants were computed from: each run would write what follows from these."""
+        for address, _ in self.changes if self.constants else ():
+            read = [node.name for node in self.graph.state_nodes if address in (node.address, *node.aliases)]
+            behind = self.graph.descendants(read)
+            if held := next((ref for ref in self.constants if ref.node in behind), None):
+                raise BadEdit(
+                    f"the model writes `{address}` before the beginning of the module and behind it, and {held} would "
+                    "be the recorded value in each call.\nBegin at the model's inputs."
+                )
 
     @property
     def _draws_as_the_whole(self) -> bool:
