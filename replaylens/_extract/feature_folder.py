@@ -29,6 +29,7 @@ from .zarr_layout import (
     ArrayLayout,
     array_document,
     chunk_bytes,
+    chunk_parts,
     clashes,
     folder_name,
     group_document,
@@ -287,10 +288,10 @@ class ZarrGroup(FeatureFolder):
         files, sums = {}, {}
         for one in self.plan.arrays:
             layout = self._layout(one, 0)
-            data = chunk_bytes(values[one.name], layout)
+            parts = chunk_parts(values[one.name], layout)
             name = f"{folder_name(one.name)}/{layout.chunk_path(shard)}"
-            files[self.path / name] = data
-            sums[name] = [len(data), hashlib.sha256(data).hexdigest()]
+            files[self.path / name] = parts
+            sums[name] = [sum(map(len, parts)), _sum_of(parts)]
         self.progress.put(files)
         if self.plan.total is None:
             self.progress.put(self._documents(shard * self.plan.shard_rows + rows), is_synced=False)
@@ -323,8 +324,15 @@ class ZarrGroup(FeatureFolder):
             is_text = isinstance(label, list)
             layout = ArrayLayout((rows,), None if is_text else label.dtype, max(rows, 1), (ROWS,))
             found[folder / "zarr.json"] = _encoded(array_document(layout))
-            found[folder / layout.chunk_path(0)] = text_bytes(label) if is_text else bytes(chunk_bytes(label, layout))
+            found[folder / layout.chunk_path(0)] = text_bytes(label) if is_text else chunk_bytes(label, layout)
         return found
+
+
+def _sum_of(parts: Iterable[Any]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
 
 
 def _encoded(document: Any) -> bytes:

@@ -218,9 +218,10 @@ def read_json(path: Path) -> Any:
 
 
 def write_file(path: Path, data: Any, is_synced: bool = True) -> None:
-    """Write a new file, and wait until the disk has it."""
+    """Write a new file, of one piece or a list of them, and wait until the disk has it."""
     with open(path, "wb") as file:
-        file.write(data)
+        for part in data if isinstance(data, list) else [data]:
+            file.write(part)
         file.flush()
         if is_synced:
             os.fsync(file.fileno())

@@ -146,15 +146,20 @@ def read_array_document(document: Mapping[str, Any]) -> ArrayLayout:
 # -- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def chunk_bytes(rows: np.ndarray[Any, Any], layout: ArrayLayout) -> bytes | memoryview:
-    """The rows of a chunk as its file holds them; a chunk that is not full is filled up."""
+def chunk_parts(rows: np.ndarray[Any, Any], layout: ArrayLayout) -> list[bytes | memoryview]:
+    """The rows of a chunk as its file holds them, uncopied, and what fills up one that is not full."""
     assert layout.dtype is not None
     whole = np.ascontiguousarray(rows, layout.dtype.newbyteorder("<"))
-    missing = layout.chunk_rows - len(whole)
-    if missing:
+    parts: list[bytes | memoryview] = [whole.reshape(-1).view(np.uint8).data] if whole.size else []
+    if missing := layout.chunk_rows - len(whole):
         rest = np.full((missing, *layout.shape[1:]), fill_value(layout.dtype), whole.dtype)
-        return whole.tobytes() + rest.tobytes()
-    return whole.reshape(-1).view(np.uint8).data if whole.size else b""
+        parts.append(rest.tobytes())
+    return parts
+
+
+def chunk_bytes(rows: np.ndarray[Any, Any], layout: ArrayLayout) -> bytes:
+    """The bytes of a chunk."""
+    return b"".join(chunk_parts(rows, layout))
 
 
 def text_bytes(texts: Iterable[str]) -> bytes:
