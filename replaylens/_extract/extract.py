@@ -60,7 +60,7 @@ def extract(
     scratch: Any = None,
     retries: int = 3,
 ) -> Features:
-    """What layers of a model compute for each row of a dataset: a mapping from layers to arrays, a row a stimulus.
+    """What layers of a model compute for each row of a dataset: a mapping from layers to arrays, one row per stimulus.
 
     `data` is a DataLoader, a Dataset (also of Hugging Face), tensors, a list of items, an iterable of batches, or a
     folder of pictures with `transform=`. `layers` are names, globs, types, passes, or predicates, as patches take them;
@@ -72,6 +72,11 @@ def extract(
     max"), `SRP(4096)`, a function, a list of these, or a mapping from layers to them; `dtype` what is stored. `what`
     may also be "grad", with `of=` a number of the output. `edit` makes a program of each capture:
     `lambda prog: prog.expand("scaleddotproductattention")`. `inputs` says what of a batch the model is given.
+
+    `labels` are names and a value for each row; `batch_size` is that of data which make no batches themselves, `total`
+    how many rows are taken. What was begun at `to` is gone on with (`resume=False`: refused; `overwrite=True`: removed
+    first). `shard_bytes` is what a kill loses at most, for the largest array. `executor` makes shards in other
+    processes, as in `replaylens.sweep`, where `scratch` and `retries` are explained.
 
     >>> features = extract(torch.nn.Linear(2, 3), torch.ones(5, 2), "linear_1")
     >>> features["linear_1"].shape
