@@ -7,7 +7,8 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from concurrent.futures import ProcessPoolExecutor
+import time
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 
@@ -19,7 +20,8 @@ from internals import same
 import replaylens as rl
 from replaylens._scale.job_file import read_job
 from replaylens._scale.module_numbers import other_in_module, read_of_modules
-from replaylens.errors import PlanDiffers
+from replaylens._scale.run_task import Answer
+from replaylens.errors import BadExecutor, PlanDiffers
 
 
 def calm():
@@ -274,3 +276,43 @@ def test_whatever_a_function_reaches_in_a_module_is_compared(lab, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(getattr(lab, holder) if holder else lab, last, value)
             assert other_in_module(wanted) == f"lab_of_mine.{name}"
+
+
+# -- the driver's own process, and damaged files -----------------------------------------------------------------------
+
+
+def test_after_an_error_no_task_runs_in_this_process_any_more():
+    def patch(number):
+        def slow(value):
+            time.sleep(0.3 if number != 1 else 0.1)
+            return value * (1 if number != 1 else 1 / 0)
+
+        return slow
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(2) as pool:
+        with pytest.raises(ZeroDivisionError):
+            rl.sweep(program(), variants={n: {"0": patch(n)} for n in range(4)}, metric=torch.sum, executor=pool)
+        torch.set_rng_state(before)
+        time.sleep(0.5)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+class Lacking:
+    """An executor whose worker never finds the files that it is sent."""
+
+    given = 0
+
+    def submit(self, function, path, digest, number, files=None):
+        self.given += 1
+        assert self.given < 50
+        found = Future()
+        found.set_result(Answer(number, "far", 1, missing=(digest,)))
+        return found
+
+
+def test_files_that_stay_missing_wherever_they_are_sent_are_an_error():
+    lacking = Lacking()
+    with pytest.raises(BadExecutor, match="a worker on far was sent the files of this job 3 times"):
+        rl.sweep(program(), variants=scales(), metric=torch.sum, memory=100, executor=lacking)

@@ -8,6 +8,7 @@ is. However the driver ends, nothing is left: no future, no process that we star
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -20,11 +21,12 @@ from attrs import define, field, frozen
 
 from .._ir.util import add_note
 from .._sweep.batch_runner import progress_bar
-from ..errors import LostWorkers
+from ..errors import BadExecutor, LostWorkers
 from .executors import POOL, Engine, engine_of, guessed_workers, is_broken, is_lost
 from .job_file import files_of, job_folder, write_job
-from .run_task import Answer, loaded, run_task
+from .run_task import Answer, loaded, run_task, wait_for_this_process
 
+_TRIES = 2  # to bring files to a host
 Setup = Callable[[Any], Callable[[Any], Any]]
 
 
@@ -82,6 +84,7 @@ def distribute(
             return driver.execution
     finally:
         engine.close(at_once=not is_done)
+        wait_for_this_process()
 
 
 @frozen(eq=False)
@@ -116,6 +119,7 @@ class Drive:
     _verdict: LostWorkers | None = field(default=None, init=False)  # on one of them, once the others are done
     _deliveries: dict[int, tuple[str, tuple[str, ...]]] = field(factory=dict, init=False)  # number -> host, digests
     _held: dict[str, list[int]] = field(factory=dict, init=False)  # host -> those that wait for files to come there
+    _in_vain: int = field(default=0, init=False)  # files brought to a host that misses them as before
     _counted: int = field(default=0, init=False)
     _counted_at: float = field(default=-inf, init=False)
     _event: threading.Event = field(factory=threading.Event, init=False)
@@ -215,7 +219,7 @@ class Drive:
         if not isinstance(answer, Answer) or answer.number != sent.number:
             self._lost(sent, RuntimeError("the executor gave what is no answer to it"))
         elif answer.missing:
-            self._send_files(answer)
+            self._send_files(sent, answer)
         elif answer.failure is not None:
             raise answer.failure.raised()
         elif sent.number not in self.done:
@@ -228,13 +232,25 @@ class Drive:
         self.threads = max(self.threads, answer.threads)
         receive(answer.number, loaded(answer.result))
 
-    def _send_files(self, answer: Answer) -> None:
+    def _send_files(self, sent: Sent, answer: Answer) -> None:
         """Give a task out again with the files that its machine has not got; others there wait until they came."""
+        if answer.host == sent.brings_to:
+            self._in_vain += 1
+            if self._in_vain > _TRIES:
+                raise self._damaged(answer)
         if any(host == answer.host for host, _ in self._deliveries.values()):
             self._held.setdefault(answer.host, []).append(answer.number)
         else:
             self._deliveries[answer.number] = answer.host, answer.missing
             self.waiting.appendleft(answer.number)
+
+    def _damaged(self, answer: Answer) -> BadExecutor:
+        return BadExecutor(
+            f"a worker on {answer.host} was sent the files of this job {self._in_vain} times, and they are not what "
+            f"they were as the job began: {os.path.dirname(self.path)} was altered, or the worker keeps no files in "
+            "its temporary folder.\nGive a folder that nothing else writes to in scratch=, one that all see; and "
+            "look whether there is room on their disks."
+        )
 
     def _lost(self, sent: Sent, error: BaseException) -> None:
         """A worker is gone. Its task is given to another one."""
