@@ -16,6 +16,7 @@ import pytest
 import torch
 from chaos_executor import CALM, World
 from internals import same
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import replaylens as rl
 from replaylens._scale.job_file import read_job
@@ -316,3 +317,13 @@ def test_files_that_stay_missing_wherever_they_are_sent_are_an_error():
     lacking = Lacking()
     with pytest.raises(BadExecutor, match="a worker on far was sent the files of this job 3 times"):
         rl.sweep(program(), variants=scales(), metric=torch.sum, memory=100, executor=lacking)
+
+
+def test_a_dispatch_mode_around_the_call_is_refused():
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    prog = rl.capture(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    with ThreadPoolExecutor(1) as pool, Mode(), pytest.raises(rl.BadExecutor, match="TorchDispatchMode is on"):
+        rl.sweep(prog, variants={0: {"linear_1": rl.Scale(2.0)}}, metric=torch.sum, executor=pool)

@@ -19,6 +19,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from .._ir.torch_private import count_dispatch_modes
 from .._ir.util import add_note
 from .._sweep.batch_runner import progress_bar
 from ..errors import BadExecutor, LostWorkers
@@ -69,6 +70,11 @@ def distribute(
     """
     if type(retries) is not int or retries < 0:
         raise ValueError(f"retries={retries!r}: give how often a task may be lost, such as 3.")
+    if count_dispatch_modes():
+        raise BadExecutor(
+            "a TorchDispatchMode is on around this call, which workers do not have: their numbers could be others. Leave "
+            "it before, or run without executor=."
+        )
     tasks = list(tasks)
     if weights is not None and len(weights) != len(tasks):
         raise ValueError(f"there are {len(weights)} weights for {len(tasks)} tasks.")
