@@ -72,8 +72,8 @@ def distribute(
         raise ValueError(f"retries={retries!r}: give how often a task may be lost, such as 3.")
     if count_dispatch_modes():
         raise BadExecutor(
-            "a TorchDispatchMode is on around this call, which workers do not have: their numbers could be others. Leave "
-            "it before, or run without executor=."
+            "a TorchDispatchMode is on around this call, which workers do not have: their numbers could be others. "
+            "Leave it before, or run without executor=."
         )
     tasks = list(tasks)
     if weights is not None and len(weights) != len(tasks):
