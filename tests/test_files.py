@@ -226,6 +226,8 @@ def total(out):
             [gather(item) for item in value]
         elif hasattr(value, "_items"):
             [gather(item) for item in value._items]
+        elif hasattr(type(value), "__attrs_attrs__"):  # which may have slots
+            [gather(getattr(value, one.name)) for one in type(value).__attrs_attrs__]
         elif hasattr(value, "__dict__"):
             [gather(item) for item in vars(value).values()]
 
