@@ -89,7 +89,7 @@ $(PACKAGE): $(TORCH) pyproject.toml
 	@touch $@
 
 $(DEV): $(PACKAGE)
-	$(PINNED) --editable '.[dev,pandas,plot,progress,safetensors,xarray,watch,video,board,extract,scale]'
+	$(PINNED) --editable '.[dev,pandas,plot,progress,safetensors,xarray,watch,video,board,extract,rsa,scale]'
 	@touch $@
 
 # torchvision and timm without their dependencies: those name a torch of another build.
