@@ -102,12 +102,15 @@ class Counted:
     """
 
     def __init__(self, folder, dies_at):
-        self.folder, self.dies_at, self.calls = str(folder), dies_at, 0
+        self.folder, self.dies_at = str(folder), dies_at
 
     def __call__(self, out):
-        self.calls += os.getpid() != DRIVER
-        if self.calls == self.dies_at:
-            die_once(self.folder)
+        if os.getpid() != DRIVER:
+            with open(os.path.join(self.folder, f"calls of {os.getpid()}"), "ab") as calls:  # no state of its own
+                calls.write(b".")
+                count = calls.tell()
+            if count == self.dies_at:
+                die_once(self.folder)
         return torch.tensor(difference(out).item())
 
 

@@ -74,7 +74,7 @@ def read_of_modules(by_name: Iterable[Any], whole: Iterable[Any]) -> dict[Name, 
         for function in functions:
             written |= _written(function)
             stack += [*_of_globals(function), *_of_modules(function)]
-        if functions and not _is_rewritten(name[0]):
+        if functions and not _is_rewritten(name[0]) and not _is_generated(functions[0]):
             found[name] = _digest_of_code(functions[0])
         if is_of_user(value) and isinstance(value, type):
             stack += [(cls.__module__, f"{cls.__qualname__}.{key}") for cls in value.__mro__ for key in vars(cls)]
@@ -132,6 +132,11 @@ def _is_rewritten(module: str) -> bool:
     """True for a module whose code pytest has altered as it was imported, in this process alone."""
     loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)
     return type(loader).__module__.startswith("_pytest.")
+
+
+def _is_generated(function: FunctionType) -> bool:
+    """True for a method that attrs or a dataclass has written: some hold numbers of this process alone."""
+    return function.__code__.co_filename.startswith("<")
 
 
 def _written(function: FunctionType) -> set[str]:

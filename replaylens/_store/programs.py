@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping
@@ -137,6 +138,7 @@ def _digest_at(record: Record, name: str, known: KnownSum) -> bytes:
     return content_digest(tensor, known(tensor))
 
 
+_SHOWN = re.compile(" at 0x[0-9a-fA-F]+")  # an address, as Python shows it
 KnownSum = Callable[[torch.Tensor], "bytes | None"]
 
 
@@ -162,7 +164,7 @@ def _graph_sum(record: Record) -> Any:
     """The sum of a graph without lines of code."""
     pool = Pool()
     writer = TreeWriter(pool, with_sources=False, is_pickled=True)
-    literals = tuple([(path, ADDRESS.sub(" at", known)) for path, known in record.graph.literals])
+    literals = tuple([(path, ADDRESS.sub(" at", _SHOWN.sub(" at", known))) for path, known in record.graph.literals])
     made = graph_json(writer, evolve(record.graph, model_name="", literals=literals))
     blocks = pool.blocks()
     found = hashlib.sha256(json.dumps([made, {name: table.rows for name, table in writer.tables.items()}]).encode())
