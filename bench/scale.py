@@ -384,7 +384,7 @@ class Timing:
 def timed(function: Callable, args: tuple) -> tuple[float, float, object]:
     """A task in a worker, whose preparation is timed by itself."""
     begin = thread_time()
-    worker_side._work_of(*args[:2])
+    worker_side._ready_for(*args[:2])
     middle = thread_time()
     answer = function(*args)
     return middle - begin, thread_time() - middle, answer
