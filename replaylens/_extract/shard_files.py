@@ -30,6 +30,7 @@ from typing import Any
 from attrs import frozen
 
 from .._ir.util import add_note
+from .._scale.job_file import is_alive
 from .zarr_layout import json_text
 
 A_DAY = 86_400.0
@@ -131,7 +132,7 @@ class Progress:
     def sweep(self) -> None:
         """Remove what processes left behind that are no more."""
         for path, host, pid in self._unfinished():
-            is_dead = host == _HOST and pid != os.getpid() and not _is_alive(pid)
+            is_dead = host == _HOST and pid != os.getpid() and not is_alive(pid)
             with suppress(OSError):
                 if is_dead or time.time() - path.stat().st_mtime > A_DAY:
                     remove(path)
@@ -244,13 +245,3 @@ def _make_folder(folder: Path) -> list[Path]:
     above = _make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     return [folder, *above]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

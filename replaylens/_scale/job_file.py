@@ -117,11 +117,12 @@ def _remove_abandoned(parent: Path) -> None:
     start = f"replaylens-{host()}-"
     for one in parent.glob(f"{start}*"):
         pid = one.name[len(start) :].partition("-")[0]
-        if pid.isdigit() and not _is_alive(int(pid)):
+        if pid.isdigit() and not is_alive(int(pid)):
             shutil.rmtree(one, ignore_errors=True)
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """True if this machine has a process of this number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
